@@ -31,7 +31,7 @@ CHECKOUT ?=
 UPSTREAM ?=
 SHIFT ?= 1
 SEED ?= 1
-NUMBERS ?= tests/ranks/booster/test_booster_examples.py::test_each_rank_normalises_over_its_own_batch tests/ranks/booster/test_booster_lora.py \
+NUMBERS ?= tests/ranks/booster/test_booster_plugins.py::test_each_rank_normalises_over_its_own_batch tests/ranks/booster/test_booster_lora.py \
   tests/ranks/zero/test_sharded_groups.py tests/ranks/shards/test_engine_checkpointing.py \
   tests/parity/test_random_graphs.py
 
@@ -46,7 +46,7 @@ help:
 	@echo "make parity    each architecture over every way to divide it (PARITY='llama --layouts tp4 ring' for a part)"
 	@echo "make mutations each wait between streams taken out, and what finds it (MUTATIONS='SideCopy Later' for a part)"
 	@echo "make foreign   programs written for other libraries, ported and run (FOREIGN='deepspeed' for a part)"
-	@echo "make upstream-colossalai CHECKOUT=/path/to/ColossalAI    its own names and tests (UPSTREAM=test_zero for a part)"
+	@echo "make upstream-colossalai CHECKOUT=/path/to/ColossalAI    which of its public names cannot be imported here"
 	@echo "make upstream-deepspeed CHECKOUT=/path/to/DeepSpeed    its own unit tests (UPSTREAM='runtime/test_data.py' for a part)"
 	@echo "make site      the documentation as web pages, in build/site; make pictures draws its pictures anew"
 	@echo "make lint      ruff        make types   mypy --strict        make arch   layers and budgets"
@@ -129,10 +129,8 @@ checkout:
 	@test -d "$(CHECKOUT)" || { echo "CHECKOUT='$(CHECKOUT)' is no folder: name the checkout of the other library," \
 	  "make $(MAKECMDGOALS) CHECKOUT=/path" >&2; exit 2; }
 
-# Its tests take transformers, peft and pytest; torchvision, timm, diffusers and galore_torch where they are.
 upstream-colossalai: checkout $(VENV)/.dev
 	$(BIN)/python -W ignore -m tests.foreign.upstream.names_colossalai "$(CHECKOUT)"
-	$(BIN)/python -W ignore -m tests.foreign.upstream.run_colossalai "$(CHECKOUT)" $(UPSTREAM)
 
 # DeepSpeed's own unit tests, from a checkout that is yours, on what takes its place here. Their fixtures may be classes,
 # which pytest no longer takes: the last release that does is put beside the others.

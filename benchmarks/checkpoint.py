@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.plan import ByModule, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks

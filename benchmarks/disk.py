@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import replace_section
-from shardwise.core.memory.disk.io import Transfer
+from shardwise.core.memory.disk.io_threads import Transfer
 from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.plan import DiskPlan
 

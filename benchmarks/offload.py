@@ -25,7 +25,7 @@ from benchmarks.job import SIZES, Size
 from benchmarks.model import batch, make_model
 from benchmarks.table import replace_section
 from benchmarks.training import machine
-from shardwise.core.memory.disk.io import Transfer
+from shardwise.core.memory.disk.io_threads import Transfer
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.plan import DiskPlan, Plan, on_device, zero
 from shardwise.session import Session, build

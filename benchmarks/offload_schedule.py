@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.table import replace_section
 from shardwise.core.memory.disk import store as disk
-from shardwise.core.memory.disk.io import Request, TransferFunction
+from shardwise.core.memory.disk.io_threads import Request, TransferFunction
 from shardwise.plan import DiskPlan, on_device, zero
 from shardwise.session import build
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint.format import (
+from shardwise.core.checkpoint.formats.native import NativeSource
+from shardwise.core.checkpoint.native_format import (
     MANIFEST,
     FileInfo,
     Head,
@@ -23,7 +24,6 @@ from shardwise.core.checkpoint.format import (
     encode_manifest,
     merge_pieces,
 )
-from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.source import TensorInfo
 from shardwise.core.shards.layout import Layout, ParamInfo, make_layout
 from shardwise.plan import ByModule

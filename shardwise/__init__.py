@@ -24,20 +24,13 @@ if TYPE_CHECKING:
         write_single,
     )
     from shardwise.core.deferred import deferred_init
-    from shardwise.core.engine.accounts import MemoryReport
+    from shardwise.core.engine.memory_usage import MemoryReport
     from shardwise.core.engine.module import ShardedModule
     from shardwise.core.engine.optimizer import ShardedOptimizer
     from shardwise.core.memory.disk import Medium, register_medium
     from shardwise.core.memory.ledger import DeviceMemoryError
-    from shardwise.core.memory.trace import (
-        MemStats,
-        draw,
-        draw_tiers,
-        dump_memory_stats,
-        tiers_text,
-        timeline_text,
-        trace_memory,
-    )
+    from shardwise.core.memory.trace import MemStats, draw, draw_tiers, dump_memory_stats, tiers_text, timeline_text
+    from shardwise.core.memory.trace.standalone import trace_memory
     from shardwise.core.mesh import init_distributed, shutdown
     from shardwise.core.parallel.pipeline import Body, known_bodies, register_body
     from shardwise.core.parallel.sequence import SequenceBody, known_sequences, register_sequence
@@ -123,12 +116,13 @@ _NAMES = {
     ),
     "core.parallel.pipeline": "Body known_bodies register_body",
     "core.parallel.sequence": "SequenceBody known_sequences register_sequence",
-    "core.engine.accounts": "MemoryReport",
+    "core.engine.memory_usage": "MemoryReport",
     "core.engine.module": "ShardedModule",
     "core.engine.optimizer": "ShardedOptimizer",
     "core.memory.disk": "Medium register_medium",
     "core.memory.ledger": "DeviceMemoryError",
-    "core.memory.trace": "MemStats draw draw_tiers dump_memory_stats tiers_text timeline_text trace_memory",
+    "core.memory.trace": "MemStats draw draw_tiers dump_memory_stats tiers_text timeline_text",
+    "core.memory.trace.standalone": "trace_memory",
     "core.base.sizes": "parse_size size_text",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}

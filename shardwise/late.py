@@ -20,19 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.core.base.attributes import TransparentModule, attribute_of
-from shardwise.core.engine.attachment import weakly
+from shardwise.core.base.module_wrapper import TransparentModule, attribute_of
+from shardwise.core.engine.model_hooks import weakly
 from shardwise.session import Session, ShardedOptimizer, sharded_of
-
-__all__ = [
-    "LateModule",
-    "LateOptimizer",
-    "LateSession",
-    "ModuleFacade",
-    "OptimizerFacade",
-    "drive",
-    "optimizers_of",
-]
 
 Make = Callable[[nn.Module, Sequence[torch.optim.Optimizer]], Session]
 

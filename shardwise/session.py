@@ -19,28 +19,26 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.torch_internals import point
 from shardwise.core.base.validate import as_mapping, did_you_mean, integer, require, short_repr
-from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
-from shardwise.core.engine.accounts import MemoryReport
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.estimate import estimate_memory
 from shardwise.core.engine.full_values import full_gradients, full_values
+from shardwise.core.engine.memory_usage import MemoryReport, estimate_memory
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.one_parameter import OneParameter
 from shardwise.core.engine.optimizer import ShardedOptimizer, sharded_of
-from shardwise.core.engine.packed_weights import settle_packed
-from shardwise.core.engine.pipelined import PipelineSteps
+from shardwise.core.engine.pipeline_steps import PipelineSteps
 from shardwise.core.engine.placement import describe
+from shardwise.core.engine.quantized_weights import prepare_quantized
 from shardwise.core.engine.user_optimizer import snapshot
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.plan import DiskPlan, ParamGroupPlan, Plan, SequencePlan, TensorPlan, TierPlan, replicated, zero
-from shardwise.plan import on_device as tiers_on_device
 
 __all__ = [
     "MemoryReport",
@@ -88,7 +86,7 @@ class Session:
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
         report = partial(engine.accounts.report, engine.pool, engine.grads.reducer)
-        self.engine, self.module = engine, ShardedModule(engine.values, engine.attachment, report)
+        self.engine, self.module = engine, ShardedModule(engine.values, engine.model_hooks, report)
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
         shards = self._shards = engine.shards
@@ -202,7 +200,7 @@ class Session:
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced, and not kept; use update='step' to read them"
             )
-        self.passes.reduce_rest()
+        self.passes.reduce_unreduced()
         facade, table = self.engine.grads.facade, self._shards.partition.table
         facade.collect()
         # -1: of parameters that no optimizer holds, which carry loss scale and weights as well.
@@ -267,7 +265,7 @@ class Session:
         Parameters with fp32 masters get the values of the masters. The optimizer's state stays sharded, so create a
         new optimizer.
         """
-        if self.engine.guards.given_back:
+        if self.engine.guards.unsharded:
             return
         values: dict[int, torch.Tensor] = {}
         partition = self._shards.partition
@@ -290,9 +288,9 @@ class Session:
             adopt(param, values.pop(index))
             for follower in self._shards.chunks[self._shards.layout.where[index][0]].followers_of(index):
                 point(follower, param)
-        self.engine.guards.given_back = True
+        self.engine.guards.unsharded = True
         for optimizer in self.optimizers:
-            optimizer.close(given_back=True)
+            optimizer.close(unsharded=True)
 
     # ---- memory and traffic
 
@@ -338,7 +336,7 @@ class Session:
 
         Args:
             stats: the result of :meth:`memory_stats` for the same model and plan, or of
-                :func:`~shardwise.core.memory.trace.tracing.trace_memory` for the same model.
+                :func:`~shardwise.core.memory.trace.standalone.trace_memory` for the same model.
 
         Raises:
             ValueError: the trace has units or modules with other names or sizes than this model, or the plan has no
@@ -349,7 +347,7 @@ class Session:
                 f"use_memory_stats() needs a device capacity, and the plan has {self.ledger.capacity_bytes}: "
                 "declare one (device_capacity_bytes), and give a trace that the same plan recorded"
             )
-        self.engine.meter.use(self.engine.attachment.by_units(stats))
+        self.engine.meter.use(self.engine.model_hooks.by_units(stats))
 
     @property
     def resident(self) -> bool:
@@ -419,7 +417,7 @@ def build(
             mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
             undo.callback(mesh.close)
         with on_device(mesh.device):
-            undo.callback(settle_packed(model, mesh.device))
+            undo.callback(prepare_quantized(model, mesh.device))
             with mesh.doing("build()"):
                 engine = Engine(model, optimizers, plan, mesh)
             undo.callback(engine.close)  # its hooks and files
@@ -560,7 +558,7 @@ class Settings:
         )
 
     def _tiers(self) -> TierPlan:
-        tiers, params = tiers_on_device(), 1.0 if self.stage == 3 else 0.0
+        tiers, params = TierPlan(), 1.0 if self.stage == 3 else 0.0
         if self.offload == "host":
             tiers = replace(tiers, state_host_fraction=1.0, param_host_fraction=params, pin_memory=True)
         elif self.offload is not None:

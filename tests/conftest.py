@@ -1,4 +1,6 @@
-"""Shared by all tests: the three sets, one thread, fixed seeds, how to repeat a failure, and the slowest files."""
+"""Hooks and fixtures of all tests: the three sets, one thread, fixed seeds, how to repeat a failure, the slowest
+files.
+"""
 
 import gc
 import os
@@ -17,17 +19,17 @@ from shardwise.testing import close_pools, pool, run_ranks
 from tests.launcher_variables import without_launcher
 from tests.support import sets
 
-# No test asks how long something took; on a busy machine the first example takes seconds.
-with suppress(ImportError):  # a GPU machine may have pytest alone, which is enough for tests/gpu
+# No test measures time, and the first example can take seconds on a busy machine.
+with suppress(ImportError):  # a GPU machine may have only pytest, which is enough for tests/gpu
     from hypothesis import HealthCheck, settings
 
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
 SHOWN_FILES, QUIET_SECONDS = 10, 60.0
-"""After a run of more than a minute the slowest files are shown."""
+"""The slowest files are shown after a run of more than a minute."""
 PRELOADED = ("bitsandbytes",)
-"""What peft imports, and torch's compiler with it, in seconds: ranks get it if collecting the tests has imported it.
-Not transformers: some ranks import it after our DeepSpeed names."""
+"""Packages that ranks inherit if the collection of the tests has imported them. peft imports this one and with it
+torch's compiler, which takes seconds. Some ranks import transformers after our DeepSpeed names, so it is not here."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,14 +52,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What collecting has imported stays for the session: no collection of garbage looks through all of it again."""
+    """Freeze the objects that collection made, so that no garbage collection looks through them again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """A failed test prints the command that repeats it alone, and the seed."""
+    """Print the command that repeats a failed test alone, and the seed."""
     report = yield
     if report.failed:
         title, command = sets.how_to_repeat(item, other_numbers.options(item.config))
@@ -66,7 +68,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 class Clock:
-    """Adds up the seconds of each test file, and shows the slowest at the end."""
+    """Add up the seconds of each test file, and show the slowest at the end."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -86,9 +88,9 @@ class Clock:
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_pools() -> Iterator[None]:
-    """The pools behind run_ranks live for the whole session."""
+    """Keep the pools behind run_ranks for the entire session."""
     torch.set_num_threads(1)
-    # Ranks are forked from a process that imports once what each of them would import by itself.
+    # Ranks are forked from a process that has imported once what each of them needs.
     pool._PRELOAD.extend(name for name in PRELOADED if name in sys.modules)
     if shift := other_numbers.shift():
         assert run_ranks(2, other_numbers.shift) == [shift, shift], "ranks use other seeds than their caller"
@@ -103,10 +105,10 @@ def seeded() -> None:
 
 @pytest.fixture(scope="module")
 def frozen() -> Iterator[None]:
-    """What other modules left is no longer listed: each ``gc.collect()`` of this one would look through all of it."""
+    """Freeze objects of other modules, so that each ``gc.collect()`` of this one does not look through them."""
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()  # what has become garbage meanwhile is let go, and the rest put aside again
+    gc.unfreeze()  # garbage of this module is freed, and other objects are frozen again
     gc.collect()
     gc.freeze()

@@ -1,9 +1,9 @@
-"""``make elsewhere``: the README's commands and a short set of tests, in the surroundings of somebody else.
+"""``make elsewhere``: run the README's commands and a short set of tests in another user's environment.
 
-The clone is named ``shardwise`` and lies in a folder whose name has a space and a letter beyond ASCII. Its commands run
-as an ordinary user where this one is root, on one core, with a home that cannot be written, temporary files on another
-file system, another umask, locale and time zone, and variables that a launcher or another program left in the shell.
-The clone uses this environment's packages. Tests run in random order; ``--seed`` chooses it.
+The clone is named ``shardwise`` and lies in a folder with a space and a non-ASCII letter in its name. The commands run
+as an ordinary user if the caller is root, on one core, with a read-only home, temporary files on another file system,
+another umask, locale and time zone, and variables that a launcher or another program left in the shell. The clone uses
+this environment's packages. Tests run in random order; ``--seed`` chooses it.
 """
 
 import argparse
@@ -20,26 +20,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
 TESTS = (
-    "tests/unit/test_cli.py",
-    "tests/unit/test_disk.py",
-    "tests/unit/test_formats_cli.py",
-    "tests/unit/test_aliases.py",
-    "tests/unit/test_launch_matrix.py",
-    "tests/unit/test_plan.py",
-    "tests/unit/test_port.py",
+    "tests/unit/cli/test_cli.py",
+    "tests/unit/memory/test_disk.py",
+    "tests/unit/cli/test_formats_cli.py",
+    "tests/unit/compat/test_aliases.py",
+    "tests/unit/mesh/test_device_assignment.py",
+    "tests/unit/plan/test_plan.py",
+    "tests/unit/compat/test_port.py",
     "tests/ranks/checkpoint/test_checkpoint_resume.py",
     "tests/ranks/checkpoint/test_output_files.py",
     "tests/ranks/engine/test_host_waits.py",
     "tests/ranks/testing/test_pool.py",
 )
-"""What reads or writes files, starts processes, or looks at names of files and at the environment."""
+"""Tests that read or write files, start processes, or depend on file names and on environment variables."""
 DEMO = "--steps 3"
 
 
 def other_user() -> list[str]:
-    """A command that runs another one as an ordinary user; nothing where this user is one.
+    """Return a command that runs another one as an ordinary user, or nothing if the caller is one.
 
-    The user may read everything, so that a Python in root's home can be used, and write only what everybody may.
+    The user can read everything, so that a Python in root's home can be used, but write only what all users can.
     """
     if os.geteuid() or not shutil.which("setpriv"):
         return []
@@ -49,18 +49,18 @@ def other_user() -> list[str]:
 
 
 def one_core() -> list[str]:
-    """A command that runs another one on a single core."""
+    """Return a command that runs another one on a single core."""
     return ["taskset", "-c", "0"] if shutil.which("taskset") else []
 
 
 def make_clone(folder: Path) -> Path:
-    """A clone with a ``.venv`` that has this environment's packages and the clone's own ``shardwise``."""
+    """Make a clone with a ``.venv`` that has this environment's packages and the clone's own ``shardwise``."""
     clone = folder / "shardwise"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     venv = clone / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--copies", "--without-pip", str(venv)], check=True)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(venv), "platbase": str(venv)}))
-    # The clone by a relative path: Python reads this file in the locale's encoding.
+    # The path is relative, since Python reads this file in the locale's encoding.
     paths = [os.path.relpath(clone, packages), *site.getsitepackages()]
     (packages / "packages.pth").write_text("".join(f"{each}\n" for each in paths), "utf-8")
     script = venv / "bin" / "shardwise"
@@ -72,7 +72,7 @@ def make_clone(folder: Path) -> Path:
 
 
 def surroundings(folder: Path, temporary: Path) -> dict[str, str]:
-    """The environment of the commands."""
+    """Return the environment variables of the commands."""
     home = folder / "home"
     home.mkdir(mode=0o555)
     return {

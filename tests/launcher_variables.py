@@ -9,5 +9,5 @@ PREFIXES = (
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` without them: the user's shell may have some, and no test expects them."""
+    """Return ``environment`` without these variables, which the user's shell may have and no test expects."""
     return {name: value for name, value in environment.items() if not name.startswith(PREFIXES)}

@@ -1,13 +1,13 @@
-"""``pytest --seed-shift N`` and ``--rounding``: the same tests with other numbers, as other inputs and other processors
-give them.
+"""``pytest --seed-shift N`` and ``--rounding``: run the tests with other numbers, as other inputs or processors give.
 
-Where a test passes with one set of numbers only, its comparison depends on what has no value of its own: a gradient
-that is zero but for rounding, of which an optimizer without a large epsilon makes a whole step.
+A test that passes only with some numbers compares a value that is only rounding error: for example, a gradient that is
+zero up to rounding becomes a full step in an optimizer without a large epsilon.
 
-``--seed-shift N`` adds N to every seed that tests give to torch, here and on the ranks of pools.
-``--rounding`` adds to each element of a gradient that is not zero, before an optimizer of this process steps, at most
-half a unit in the last place of the largest of its gradients. The optimizers of this process are the plain ones that
-ranks are compared with. What is compared bit for bit cannot pass then, nor what is rounded to 16 bits after each step.
+``--seed-shift N`` adds N to each seed that tests give to torch, in this process and on the ranks of pools.
+
+``--rounding`` changes gradients before an optimizer of this process steps: to each nonzero element it adds at most half
+a unit in the last place of the largest gradient. The optimizers of this process are the plain ones that ranks are
+compared with, so tests that compare bits, or that round to 16 bits after each step, cannot pass with it.
 """
 
 import os
@@ -20,17 +20,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.testing import pool, worker
 
 VARIABLE = "SHARDWISE_TESTS_SEED_SHIFT"
-"""How the ranks learn the shift: their server process imports this module before it forks the first."""
+"""Passes the shift to the ranks: their server process imports this module before it forks the first one."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """For ``pytest_addoption``."""
+    """Add the options; for ``pytest_addoption``."""
     parser.addoption("--seed-shift", type=int, default=0, help="add it to every seed that tests give to torch")
     parser.addoption("--rounding", action="store_true", help="round the gradients of plain optimizers otherwise")
 
 
 def configure(config: pytest.Config) -> None:
-    """For ``pytest_configure``, before test modules are imported."""
+    """Apply the options; for ``pytest_configure``, before test modules are imported."""
     if config.getoption("--seed-shift"):
         folder = os.path.dirname(__file__)
         os.environ[VARIABLE] = str(config.getoption("--seed-shift"))
@@ -42,18 +42,18 @@ def configure(config: pytest.Config) -> None:
 
 
 def options(config: pytest.Config) -> list[str]:
-    """What ``config`` was given of the options above."""
+    """Return the options above that ``config`` was given."""
     shifted = ["--seed-shift", str(config.getoption("--seed-shift"))] if config.getoption("--seed-shift") else []
     return shifted + (["--rounding"] if config.getoption("--rounding") else [])
 
 
 def shift() -> int:
-    """What this process adds to seeds."""
+    """Return the shift of the seeds in this process."""
     return int(os.environ.get(VARIABLE, "0")) if hasattr(torch.Generator, "shifted") else 0
 
 
 def shift_seeds() -> None:
-    """From now on, ``torch.manual_seed`` and generators of this process get another seed than they are told."""
+    """Shift the seeds of ``torch.manual_seed`` and of generators of this process."""
     by = int(os.environ.get(VARIABLE, "0"))
     if not by or hasattr(torch.Generator, "shifted"):
         return
@@ -78,7 +78,7 @@ def shift_seeds() -> None:
 
 
 def seed(number: int) -> None:
-    """``torch.manual_seed``, which takes a millisecond without a GPU: it formats the stack for each kind of device."""
+    """Seed torch without the overhead of ``torch.manual_seed``, which formats the stack for each kind of device."""
     if torch.cuda.is_available():
         torch.manual_seed(number)
     else:
@@ -86,7 +86,7 @@ def seed(number: int) -> None:
 
 
 def round_otherwise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Gradients as another order of the same sums may give them; what is zero stays zero."""
+    """Change gradients as another order of the same sums would; zeros stay zero."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = [g for g in gradients if g.numel() and g.dtype in (torch.float32, torch.float64) and not g.is_sparse]
     largest = max((float(g.abs().max()) for g in gradients), default=0.0)

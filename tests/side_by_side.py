@@ -1,14 +1,13 @@
 """``pytest --workers 2``: a second pytest process takes test files from the other end of the list.
 
-Ranks idle while the caller compares, and the caller idles while ranks train, so two files at a time fill two cores
-better than one. Both processes collect everything; each takes whole files that the other has not taken, the first from
-the front and the second from the back. Between two files the first repeats what the second reported meanwhile, so that
-what is printed, the summary and the exit code are those of one run.
+Ranks idle while the caller compares, and the caller idles while ranks train, so two files at a time use two cores
+better than one. Both processes collect all tests. The first takes entire files from the front and the second from the
+back, each only files that the other has not taken. After each file the first process repeats the reports of the second,
+so that the output, the summary and the exit code are those of one run.
 
-pytest-xdist (3.8) takes as long: for 633 tests, in two turns on a busy machine, 0.87 and 1.08 of this runner's seconds,
-0.96 and 1.10 of its processor time. But whole files (``--dist loadfile``), which rank pools, fixtures of a module and
-batches of the parity matrix want, never come to an end where a worker dies in its last one; here that is an error which
-says what was not finished.
+pytest-xdist (3.8) takes about as long: for 633 tests, in two runs on a busy machine, 0.87 and 1.08 of this runner's
+time, and 0.96 and 1.10 of its CPU time. But ``--dist loadfile``, which rank pools, module fixtures and batches of the
+parity matrix need, hangs if a worker dies in its last file. Here this is an error that names the unfinished tests.
 """
 
 import builtins
@@ -32,7 +31,7 @@ Event = tuple[str, dict[str, Any]]
 
 
 class Files:
-    """Test files in order, each taken by one process; ``folder`` is where both note what they took."""
+    """Test files in order, each taken by one process; both processes note in ``folder`` what they took."""
 
     def __init__(self, folder: Path, items: list[pytest.Item], backwards: bool) -> None:
         self._folder = folder
@@ -42,7 +41,7 @@ class Files:
         self._left = list(groups.items()) if backwards else list(groups.items())[::-1]
 
     def take(self) -> list[pytest.Item]:
-        """The tests of the next file that nobody has; none at the end."""
+        """Return the tests of the next file that no process has taken, or an empty list at the end."""
         while self._left:
             path, items = self._left.pop()
             try:
@@ -54,14 +53,14 @@ class Files:
 
 
 def run(session: pytest.Session, files: Files, between: Callable[[], None]) -> None:
-    """Run what can be taken, as pytest's own loop does; ``between`` is called after each file."""
+    """Run files as pytest's own loop does, and call ``between`` after each one."""
     items = files.take()
     while items:
         following: list[pytest.Item] = []
         try:
             for index, item in enumerate(items):
                 if index + 1 == len(items):
-                    following = files.take()  # now, since fixtures of the session end where no test follows
+                    following = files.take()  # taken now, since session fixtures end after the last test
                 after = [*items[index + 1 : index + 2], *following[:1]]
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=after[0] if after else None)
                 if session.shouldfail:
@@ -78,20 +77,20 @@ def _file(nodeid: str) -> str:
 
 
 class First:
-    """The process that was called: starts the second, runs its share, and reports both."""
+    """The process that was called: it starts the second one, runs its share, and reports both."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._folder = tempfile.TemporaryDirectory(prefix="pytest-side-by-side-")
         self._path = Path(self._folder.name)
         self._repeated = 0
-        self._finished: Counter[str] = Counter()  # tests by file: names may hold what differs between processes
+        self._finished: Counter[str] = Counter()  # counted by file, since test names may differ between processes
         self._second: subprocess.Popen[bytes] | None = None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         where = self._config.invocation_params
-        # In one word each: where no test is named, a second word would be taken for one before these are known.
+        # Options are one word each: a separate value could be parsed as a test before the options are known.
         command = [sys.executable, "-m", "pytest", *where.args, "--workers=1", f"--second-in={self._path}"]
         with open(self._path / "output", "wb") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
@@ -107,7 +106,7 @@ class First:
             time.sleep(0.1)
             self._repeat()
         self._repeat()
-        if session.shouldfail:  # by what the second reported, and it has stopped there
+        if session.shouldfail:  # the second process reported the failure and has stopped
             raise session.Failed(session.shouldfail)
         lost = Counter(_file(item.nodeid) for item in session.items) - self._finished
         if lost or code not in OK_CODES:
@@ -121,7 +120,7 @@ class First:
         self._finished[_file(nodeid)] += 1
 
     def _repeat(self) -> None:
-        """What the second reported of the files that it has finished since the last time."""
+        """Repeat the second process's reports of the files that it has finished since the last call."""
         hooks = self._config.hook
         while (part := self._path / f"events-{self._repeated}").exists():
             self._repeated += 1
@@ -143,7 +142,7 @@ class First:
 
 
 class Second:
-    """The process that the first started: runs what it can take from the back and notes what happened."""
+    """The process that the first one started: it runs files from the back and records what happened."""
 
     def __init__(self, config: pytest.Config, folder: str) -> None:
         self._config = config
@@ -175,7 +174,7 @@ class Second:
         self._events.append(("pytest_runtest_logfinish", {"nodeid": nodeid, "location": location}))
 
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str, location: Any) -> None:
-        if when == "runtest":  # the first collects too
+        if when == "runtest":  # the first process collects the same warnings
             kind = getattr(builtins, warning_message.category.__name__, UserWarning)
             where = warning_message.filename, warning_message.lineno
             message = warnings.WarningMessage(str(warning_message.message), kind, *where)  # type: ignore[arg-type]
@@ -184,13 +183,13 @@ class Second:
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """For ``pytest_addoption``."""
+    """Add the options; for ``pytest_addoption``."""
     parser.addoption("--workers", type=int, choices=(1, 2), default=1, help="processes that share the test files")
     parser.addoption("--second-in", help="of a second process: the folder that it shares with the first")
 
 
 def configure(config: pytest.Config) -> None:
-    """For ``pytest_configure``."""
+    """Register the plugin of this process; for ``pytest_configure``."""
     folder = config.getoption("--second-in")
     one_file = all(os.path.isfile(each.split("::")[0]) for each in config.args) and len(config.args) == 1
     if folder is not None:

@@ -1,4 +1,4 @@
-"""The Python files of this repository, parsed once for all tests that read code: :func:`ours` and :func:`around`."""
+"""Python files of this repository, parsed once for all tests that read code: :func:`ours` and :func:`around`."""
 
 import ast
 import gc
@@ -14,7 +14,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file: its dotted name, text and tree. ``modules`` are all dotted names of the package."""
+    """A Python file: its dotted name, text and tree. ``modules`` are all dotted names of the package."""
 
     name: str
     text: str
@@ -43,7 +43,7 @@ def _type_checking_nodes(tree: ast.Module) -> set[int]:
 
 
 def imports(source: Source, at_run_time: bool = False) -> Iterator[tuple[int, str]]:
-    """``(line, dotted module)`` of every import of the package, with ``from package import module`` resolved."""
+    """Yield ``(line, dotted module)`` of each import of the package, with ``from package import module`` resolved."""
     hidden = _type_checking_nodes(source.tree) if at_run_time else set()
     for node in ast.walk(source.tree):
         if id(node) in hidden:
@@ -62,7 +62,7 @@ def imports(source: Source, at_run_time: bool = False) -> Iterator[tuple[int, st
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
-    """Every function with its qualified name, methods and nested ones included."""
+    """Yield each function with its qualified name, methods and nested functions included."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + node.name, node
@@ -74,12 +74,12 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition
 
 
 def read(folder: Path, prefix: str) -> list[Source]:
-    """Every Python file under ``folder``, named ``prefix.…``."""
+    """Return the Python files under ``folder`` with dotted names that start with ``prefix``."""
     paths = [p for p in sorted(folder.rglob("*.py")) if "__pycache__" not in p.parts]
     parts = {p: p.relative_to(folder).with_suffix("").parts for p in paths}
     names = {p: ".".join((prefix, *(q[:-1] if q[-1] == "__init__" else q))) for p, q in parts.items()}
     modules = frozenset(names.values())
-    # A million nodes that stay: no collection of garbage looks through them, neither now nor later.
+    # A million nodes are kept; freezing them keeps garbage collections from looking through them.
     gc.disable()
     try:
         return [Source(names[p], p.read_text("utf-8"), modules, p.name == "__init__.py") for p in paths]
@@ -90,18 +90,18 @@ def read(folder: Path, prefix: str) -> list[Source]:
 
 @cache
 def ours() -> list[Source]:
-    """The package; parsed at the first test that wants it, since collecting happens in every worker."""
+    """Return the package's files; parsed when first used, since each worker collects all tests."""
     return read(ROOT / PACKAGE, PACKAGE)
 
 
 @cache
 def around() -> list[Source]:
-    """Tests, examples and benchmarks."""
+    """Return the files of tests, examples and benchmarks."""
     return [source for name in ("tests", "examples", "benchmarks") for source in read(ROOT / name, name)]
 
 
 def bound_names(tree: ast.Module) -> set[str]:
-    """What a module binds at its own level, in whichever branch of it."""
+    """Return the names that a module binds at its top level, in any branch."""
     found: set[str] = set()
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
@@ -118,6 +118,6 @@ def bound_names(tree: ast.Module) -> set[str]:
 
 
 def assert_none(complaints: Iterable[str]) -> None:
-    """Fail with the complaints, a line each."""
+    """Fail with one line for each complaint."""
     found = list(complaints)
     assert not found, "\n" + "\n".join(found)

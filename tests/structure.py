@@ -1,8 +1,8 @@
-"""``python -m tests.structure``: the package's shape in numbers, a line a room; what ``make arch`` prints.
+"""``python -m tests.structure``: print the package's size and structure, one line for each room; ``make arch`` runs it.
 
-Lines and comments are of code (docstrings, blank lines and comments are no code). Fan-out is how many of our own
-modules one imports. A private site is a place that names a part of torch whose name begins with an underscore, or
-assigns to a tensor's ``.data``.
+A room is a folder of the package. Docstrings, blank lines and comments are not lines of code. Fan-out is the number of
+the package's modules that one module imports. A private site is a use of a private name of torch, or an assignment to a
+tensor's ``.data``.
 """
 
 import ast
@@ -17,14 +17,14 @@ from functools import cache
 from tests.sources import PACKAGE, Source, functions, imports, ours
 
 NOTE = re.compile(r"\[Note: ([^]]+)\]")
-"""What a reason is found by, where it stands and where it is referred to."""
+"""The name of a note, at the note itself and in references to it."""
 
 PRIVATE_NAMES = {"_cdata", "_version", "_use_count", "_backward_hooks", "_post_accumulate_grad_hooks"}
-"""Of tensors and storages, whatever they are called."""
+"""Private attributes of tensors and storages, on any variable."""
 STRUCTURES = {"iocb"}
-"""Names of what has a ``data`` that is no tensor's."""
+"""Names of variables whose ``data`` is not a tensor's."""
 SEAM = (f"{PACKAGE}.core.base.torch_internals",)
-"""Where private names may be."""
+"""The module that may use private names."""
 
 
 @dataclass
@@ -42,17 +42,18 @@ class Room:
 
 
 def comment_lines(text: str) -> int:
-    """Lines with a comment that says something to a reader (not to a checker)."""
+    """Return the number of lines with comments for readers; comments for checkers do not count."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     quiet = ("# type:", "# noqa", "# ruff:", "# pragma")
     return len({t.start[0] for t in tokens if t.type == tokenize.COMMENT and not t.string.startswith(quiet)})
 
 
 def notes(text: str) -> tuple[list[str], set[str]]:
-    """Names of the notes in a file, and those that it refers to.
+    """Return the names of the notes in a file, and the names that it refers to.
 
-    A note begins with a comment line that has nothing but its name, and goes on in the next. References may be broken
-    over two lines.
+    A note begins with a comment line that has only its name, and continues in the next line. References may be broken
+    over
+    two lines.
     """
     made = re.findall(r"(?m)^ *# \[Note: ([^]\n]+)\]\n *# ", text)
     found = NOTE.findall(re.sub(r"\n *#? *", " ", text))
@@ -62,7 +63,7 @@ def notes(text: str) -> tuple[list[str], set[str]]:
 
 
 def note_complaints(texts: Mapping[str, str]) -> list[str]:
-    """Notes that have two places, and references that find none, in the files of ``texts``."""
+    """Return notes that are in two files, and references without a note, in the files of ``texts``."""
     found = {where: notes(text) for where, text in texts.items()}
     places: dict[str, list[str]] = {}
     for where, (made, _) in found.items():
@@ -77,7 +78,7 @@ def note_complaints(texts: Mapping[str, str]) -> list[str]:
 
 
 def code_lines(source: Source) -> int:
-    """Lines with code: of a docstring none, of a comment none."""
+    """Return the number of lines of code, without docstrings and comments."""
     skipped = set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -87,7 +88,7 @@ def code_lines(source: Source) -> int:
 
 
 def dotted(node: ast.AST) -> str:
-    """``a.b.c`` of an attribute of names; of one of something else with a question mark for that."""
+    """Return ``a.b.c`` for an attribute of names; an inner expression of another kind becomes a question mark."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -96,7 +97,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def private_sites(source: Source) -> Iterator[tuple[int, str]]:
-    """``(line, name)`` of each use of torch's insides."""
+    """Yield ``(line, name)`` of each use of a private name of torch."""
     inner: set[int] = set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
@@ -121,13 +122,13 @@ def private_sites(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def room_of(name: str) -> str:
-    """The folder that a module is in, below ``core`` without that name."""
+    """Return the folder of a module, below ``core`` without that name."""
     return name.removeprefix(PACKAGE).lstrip(".").removeprefix("core.").partition(".")[0] or "(top)"
 
 
 @cache
 def rooms() -> dict[str, Room]:
-    """By name, the largest first."""
+    """Return the rooms by name, the largest first."""
     found: dict[str, Room] = {}
     for source in ours():
         room = found.setdefault(room_of(source.name), Room())
@@ -148,7 +149,7 @@ def rooms() -> dict[str, Room]:
 
 
 def repeated_names() -> Counter[str]:
-    """Public methods by how many classes have one of that name: what grep finds in too many places."""
+    """Return for each public method name the number of classes that have it."""
     names: Counter[str] = Counter()
     for source in ours():
         for node in ast.walk(source.tree):

@@ -1,7 +1,7 @@
-"""The layer rule and the budgets of the design, checked on every file, and the checkers checked on bad snippets.
+"""Tests of the layer rule and of the budgets for sizes, and of their checkers on bad snippets.
 
-Each checker takes one parsed file and returns complaints; the tests at the end run them over the repository. To
-allow an exception, add it to one of the tables here with a reason: that is the place where a reviewer looks.
+Each checker takes one parsed file and returns complaints; the tests at the end run them over the repository. To allow
+an exception, add it to one of the tables with a reason: reviewers look there.
 """
 
 import ast
@@ -31,44 +31,44 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("core.checkpoint",),
     ("session",),
     ("compat", "metrics"),
-    ("late",),  # a session that is built when it is asked for
-    ("shardformer",),  # configurations and policies, which plugins of the Booster take
+    ("late",),  # a session that is built on demand
+    ("shardformer",),  # configurations and policies, which plugins of the Booster accept
     ("booster", "zero", "deepspeed", "nn"),
-    ("strategies",),  # Lightning's, built once for both of its packages; they translate with the front-ends below
+    ("strategies",),  # Lightning's strategies for both of its packages; they translate as the front-ends do
     ("lightning", "pytorch_lightning", "fabric", "lightning_fabric", "huggingface", "pytorch"),
-    ("lightning_colossalai",),  # picks one of Lightning's packages
-    ("colossalai",),  # a table of names, and thin translations
+    ("lightning_colossalai",),  # selects one of Lightning's packages
+    ("colossalai",),  # a table of names and thin translations
     ("cli",),
 )
-# Outside the order: `testing` may import anything, and nothing may import it; the package's own two files start it.
+# Outside of the order: `testing` may import everything, and nothing may import it; two files start the package.
 FREE = {"testing", "", "__main__", "core"}
 
-# What they translate into is a Plan, and what they call is a Session: the last rows, but for optimizers and schedulers.
+# Front-ends translate into a Plan and call a Session: the last rows, except for optimizers and schedulers.
 FRONT_ENDS = {unit for row in ROWS[ROWS.index(("booster", "zero", "deepspeed", "nn")) :] for unit in row} - {"nn"}
 BELOW_SESSION = {f"core.{name}" for name in ("engine", "update", "grads", "checks", "shards", "memory.disk")}
 
 MAX_FILE, MAX_CODE, MAX_FUNCTION, MAX_PARAMETERS = 900, 600, 60, 8
 MAX_ATTRIBUTES = 20
-# Classes whose methods set more, and how many; both may only go down.
-MANY_ATTRIBUTES = {"core.grads.chunk_grads:ChunkGrads": 26, "core.grads.passes:BackwardPasses": 21}
-MANY_ATTRIBUTES |= {"core.grads.reducer:Reducer": 31, "core.shards.chunk:Chunk": 24, "core.shards.pool:ChunkPool": 38}
+# Classes whose methods set more, and how many; entries and numbers may only decrease.
+MANY_ATTRIBUTES = {"core.grads.chunk_grads:ChunkGrads": 26, "core.grads.backward_passes:BackwardPasses": 21}
+MANY_ATTRIBUTES |= {"core.grads.reducer:Reducer": 31, "core.shards.chunk:Chunk": 24, "core.shards.gather:ChunkPool": 38}
 MANY_ATTRIBUTES["deepspeed.engine:DeepSpeedEngine"] = 24
-# Modules of core/ that import each other, if imports for annotations count. Entries may only go.
-CYCLES = {("core.comm.shared", "core.comm.shared_buffer"), ("core.memory.disk.file", "core.memory.disk.io")}
-# A module that only one may import: what has the engine has everything.
+# Modules of core/ that import each other, if imports for annotations count. Entries may only be removed.
+CYCLES = {("core.comm.shared", "core.comm.shared_buffer")}
+# A module that only one other module may import, since the engine gives access to everything.
 PRIVATE = {f"{PACKAGE}.core.engine.engine": f"{PACKAGE}.session"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 ENVIRONMENT_READERS = (f"{PACKAGE}.core.mesh.launch", f"{PACKAGE}.cli.")
-# What of torch.cuda concerns no device in particular; all else is asked by the package that names one.
+# Functions of torch.cuda without a device; all others are called by the package that names the device.
 OF_NO_DEVICE = {"is_available", "is_initialized", "device_count", "manual_seed_all"}
 TYPES = {"Stream", "Event"}
 IMPLICIT_DEVICE = {"record_stream", "get_device_module"}
-# Of operations that make tensors or copy them: what concerns page-locked memory, and copies that nobody waits for.
+# Arguments of tensor operations for page-locked memory and asynchronous copies.
 SEAM_ARGUMENTS = {"non_blocking", "pin_memory"}
 OPERATIONS = {"copy_", "to", "empty", "zeros", "empty_like", "zeros_like", "tensor", "empty_strided"}
 EXPLAINED_ERRORS = {"ValueError", "RuntimeError", "NotImplementedError", "TypeError"}
 
-# Signatures that others published, reproduced name by name.
+# Published signatures, reproduced argument by argument.
 PUBLISHED_SIGNATURES = {
     "colossalai.gemini_models": ("GeminiDDP.__init__", "GeminiOptimizer.__init__"),
     "colossalai.low_level_optimizer": ("LowLevelZeroOptimizer.__init__", "zero_optim_wrapper"),
@@ -76,8 +76,8 @@ PUBLISHED_SIGNATURES = {
     "core.optim.lamb": ("FusedLAMB.__init__",),
     "deepspeed.collectives": ("all_to_all_single", "init_distributed"),
     "deepspeed.optimizers": ("DeepSpeedCPUAdam.__init__", "FusedAdam.__init__", "FusedLamb.__init__"),
-    "deepspeed.entry": ("initialize",),
-    "deepspeed.flops": ("get_model_profile",),
+    "deepspeed.initialization": ("initialize",),
+    "deepspeed.flops_profiler": ("get_model_profile",),
     "deepspeed.schedules": ("OneCycle.__init__",),
     "deepspeed.zero": ("Init.__init__",),
     "nn.lr_scheduler": ("OneCycleLR.__init__",),
@@ -89,7 +89,7 @@ PUBLISHED_SIGNATURES = {
     "zero.sharded_model.sharded_model_v2": ("ShardedModelV2.__init__",),
     "zero.sharded_optim": ("ShardedOptimizerV2.__init__",),
 }
-# Module paths that others published.
+# Published module paths.
 PUBLISHED_MODULES = {f"{PACKAGE}.zero.sharded_model.utils"}
 
 
@@ -97,7 +97,7 @@ Checker = Callable[[Source], list[str]]
 
 
 def unit_and_row(module: str) -> tuple[str, int | None]:
-    """The unit that a module belongs to (the longest match) and its row, ``None`` for the free ones."""
+    """Return the unit of a module (the longest match) and its row, or ``None`` for modules outside of the order."""
     path = module.removeprefix(PACKAGE).lstrip(".")
     units = {unit: row for row, names in enumerate(ROWS) for unit in names}
     matches = [unit for unit in units if path == unit or path.startswith(unit + ".")]
@@ -108,7 +108,7 @@ def unit_and_row(module: str) -> tuple[str, int | None]:
 
 
 def check_layers(source: Source) -> list[str]:
-    """Imports go to lower rows only, and every module has a place in the table."""
+    """Check that imports go to lower rows only, and that each module has a row."""
     unit, row = unit_and_row(source.name)
     if row is None:
         return [] if unit in FREE else [f"{source.name}: {unit!r} is in no row of ROWS; give it one"]
@@ -127,7 +127,7 @@ def check_layers(source: Source) -> list[str]:
 
 
 def check_front_ends(source: Source) -> list[str]:
-    """A front-end translates arguments and renames a Session's methods: it reaches nothing below ``session``."""
+    """Check that a front-end only translates arguments and calls a Session: it imports nothing below ``session``."""
     unit, _ = unit_and_row(source.name)
     if unit not in FRONT_ENDS:
         return []
@@ -143,8 +143,10 @@ def check_front_ends(source: Source) -> list[str]:
 
 
 def find_cycles(sources: list[Source], at_run_time: bool = True) -> list[str]:
-    """Import cycles between modules, found by depth-first search. Imports under TYPE_CHECKING do not count
-    ``at_run_time``."""
+    """Return import cycles between modules, found by depth-first search.
+
+    Imports under TYPE_CHECKING are ignored ``at_run_time``.
+    """
     graph = {s.name: {name for _, name in imports(s, at_run_time) if name != s.name} for s in sources}
     cycles: list[str] = []
     done: set[str] = set()
@@ -163,14 +165,14 @@ def find_cycles(sources: list[Source], at_run_time: bool = True) -> list[str]:
 
 
 def _lines(node: Definition) -> int:
-    # Documentation is not what the budget is for.
+    # Documentation does not count.
     first = node.body[0]
     docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) is not None else 0
     return (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
 
 
 def check_sizes(source: Source) -> list[str]:
-    """Lines of a file and of a function, parameters of a function, and names that say nothing."""
+    """Check the lines of a file and of a function, the parameters of a function, and vague names."""
     complaints = []
     length = len(source.text.splitlines())
     if length > MAX_FILE:
@@ -191,7 +193,7 @@ def check_sizes(source: Source) -> list[str]:
 
 
 def many_attributes(source: Source) -> Iterator[tuple[str, int]]:
-    """Classes whose methods set more than :data:`MAX_ATTRIBUTES` attributes of ``self``, and how many."""
+    """Yield classes whose methods set more than :data:`MAX_ATTRIBUTES` attributes of ``self``, with the number."""
     for node in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
         stored = (x for x in ast.walk(node) if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store))
         own = {each.attr for each in stored if isinstance(each.value, ast.Name) and each.value.id == "self"}
@@ -200,12 +202,12 @@ def many_attributes(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def check_attributes(source: Source) -> list[str]:
-    """A class has few attributes: one with many does the work of several."""
+    """Check that a class has few attributes: one with many does the work of several."""
     return [f"{name} has {n} attributes" for name, n in many_attributes(source) if n > MANY_ATTRIBUTES.get(name, 0)]
 
 
 def check_state(source: Source) -> list[str]:
-    """No ``global``; the environment is read in two places only."""
+    """Check that there is no ``global``, and that only two places read the environment."""
     complaints = []
     reads_allowed = source.name.startswith(ENVIRONMENT_READERS)
     for node in ast.walk(source.tree):
@@ -221,7 +223,7 @@ def check_state(source: Source) -> list[str]:
 
 
 def check_devices(source: Source) -> list[str]:
-    """Streams, events, generators and the current GPU are asked for in one place, which names the device."""
+    """Check that streams, events, generators and the current GPU are used in one place, which names the device."""
     if source.name.startswith(f"{PACKAGE}.core.base.device"):
         return []
     complaints = []
@@ -246,7 +248,7 @@ def check_devices(source: Source) -> list[str]:
 
 
 def check_docstrings(source: Source) -> list[str]:
-    """The module and its public functions and classes say what they are."""
+    """Check that the module and its public functions and classes have docstrings."""
     complaints = [] if ast.get_docstring(source.tree) or not source.tree.body else [f"{source.name}: no docstring"]
     for node in source.tree.body:
         documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -256,14 +258,14 @@ def check_docstrings(source: Source) -> list[str]:
 
 
 def _shows_value(argument: ast.expr) -> bool:
-    # A name, an attribute or a call is a message composed elsewhere; a literal must hold a value.
+    # A name, an attribute or a call is a message composed elsewhere; a literal must have a value in it.
     if isinstance(argument, ast.Name | ast.Attribute | ast.Call):
         return True
     return any(isinstance(inner, ast.FormattedValue) for inner in ast.walk(argument))
 
 
 def check_raises(source: Source) -> list[str]:
-    """Every error that a user can cause shows the offending value."""
+    """Check that each error that a user can cause shows the offending value."""
     complaints = []
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Raise) or node.exc is None:
@@ -278,7 +280,7 @@ def check_raises(source: Source) -> list[str]:
 
 
 def check_all(source: Source) -> list[str]:
-    """Every name in ``__all__`` exists (a submodule counts, and a module with ``__getattr__`` may make it)."""
+    """Check that all names in ``__all__`` exist (a submodule counts, and ``__getattr__`` may make names)."""
     bound = bound_names(source.tree)
     if "__getattr__" in bound:
         return []
@@ -296,7 +298,7 @@ PACKAGE_CHECKERS += [check_devices, check_docstrings, check_raises, check_all]
 
 
 def _made(module: str, every: dict[str, Source]) -> set[str]:
-    """What the nearest package above binds: one that makes the modules below it binds ``__getattr__``."""
+    """Return names that the nearest package above binds, if it makes modules below it with ``__getattr__``."""
     above = module.rpartition(".")[0]
     while above not in every and above:
         above = above.rpartition(".")[0]
@@ -304,7 +306,7 @@ def _made(module: str, every: dict[str, Source]) -> set[str]:
 
 
 def missing_imports(source: Source, every: dict[str, Source]) -> Iterator[str]:
-    """Names of this repository that ``source`` imports from a module that has neither bound nor become them."""
+    """Yield names of this repository that ``source`` imports from a module that does not have them."""
     roots = {name.split(".")[0] for name in every}
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.ImportFrom) or node.level or (node.module or "").split(".")[0] not in roots:
@@ -315,7 +317,7 @@ def missing_imports(source: Source, every: dict[str, Source]) -> Iterator[str]:
                 yield f"{source.name}:{node.lineno} imports what is not there: {node.module}.{alias.name}"
 
 
-def test_there_is_something_to_check() -> None:
+def test_sources_are_found() -> None:
     assert {f"{PACKAGE}.plan.plan", f"{PACKAGE}.cli.main"} <= {source.name for source in ours()}
 
 
@@ -338,13 +340,13 @@ def test_budgets_of_tests_examples_and_benchmarks() -> None:
     assert_none(complaint for source in around() for complaint in check_sizes(source))
 
 
-def test_what_tests_examples_and_benchmarks_import_is_there() -> None:
-    """Types are checked in the package only: a name that has changed there must not wait for a benchmark's run."""
+def test_imports_of_tests_examples_and_benchmarks_exist() -> None:
+    """mypy checks the package only, so a renamed function would otherwise fail only when a benchmark runs."""
     every = {source.name: source for source in (*ours(), *around())}
     assert_none(complaint for source in every.values() for complaint in missing_imports(source, every))
 
 
-def test_an_import_that_is_not_there_is_found() -> None:
+def test_missing_imports_are_detected() -> None:
     every = {name: Source(name, text) for name, text in (("shardwise.a", "x = 1\nif x:\n    def y(): ..."), ("b", ""))}
     text = "from shardwise.a import x, y, z\nfrom shardwise import a, b\nfrom shardwise.b import c\nfrom torch import d"
     text += "\nfrom shardwise.world.below import e"
@@ -361,7 +363,7 @@ def test_exceptions_are_still_needed() -> None:
     assert MANY_ATTRIBUTES.keys() <= {name for source in ours() for name, _ in many_attributes(source)}
 
 
-KNOWN = ("plan", "core.shards.layout", "core.shards.pool", "core.engine", "testing", "cli.main")
+KNOWN = ("plan", "core.shards.layout", "core.shards.gather", "core.engine", "testing", "cli.main")
 MODULES = frozenset(f"{PACKAGE}.{name}" for name in KNOWN)
 
 
@@ -372,7 +374,7 @@ def _source(name: str, text: str) -> Source:
 MANY = [str(number) for number in range(21)]
 BAD: list[tuple[Checker, Source, str]] = [
     (check_layers, _source("plan", "from shardwise.core.engine import x"), "not below"),
-    (check_layers, _source("core.comm.x", "from shardwise.core.shards import pool"), "not below"),
+    (check_layers, _source("core.comm.x", "from shardwise.core.shards import gather"), "not below"),
     (check_layers, _source("core.engine", "def f():\n    from shardwise import testing"), "only tests"),
     (check_layers, _source("novelty", ""), "no row"),
     (check_attributes, _source("plan", f"class A:\n def f(self):\n  self.a{' = self.a'.join(MANY)} = 0"), "21"),
@@ -385,10 +387,14 @@ BAD: list[tuple[Checker, Source, str]] = [
     (check_sizes, _source("plan", "def f(a, b, c, d, e, f, g, *, h, i): pass"), "9 parameters"),
     (check_state, _source("plan", "def f():\n global x\n x = 1"), "global x"),
     (check_state, _source("plan", "import os\nx = os.environ['A']"), "environment"),
-    (check_devices, _source("core.shards.pool", "import torch\nx = torch.cuda.current_stream()"), "current_stream"),
-    (check_devices, _source("core.shards.pool", "tensor.record_stream(stream)"), "record_stream"),
-    (check_devices, _source("core.shards.pool", "a.copy_(b, non_blocking=True)"), "copy_(non_blocking=)"),
-    (check_devices, _source("core.shards.pool", "import torch\ntorch.empty(3, pin_memory=pin)"), "empty(pin_memory=)"),
+    (check_devices, _source("core.shards.gather", "import torch\nx = torch.cuda.current_stream()"), "current_stream"),
+    (check_devices, _source("core.shards.gather", "tensor.record_stream(stream)"), "record_stream"),
+    (check_devices, _source("core.shards.gather", "a.copy_(b, non_blocking=True)"), "copy_(non_blocking=)"),
+    (
+        check_devices,
+        _source("core.shards.gather", "import torch\ntorch.empty(3, pin_memory=pin)"),
+        "empty(pin_memory=)",
+    ),
     (check_docstrings, _source("plan", "'doc'\ndef f(): pass"), "f has no docstring"),
     (check_raises, _source("plan", "raise ValueError('bad')"), "ValueError"),
     (check_raises, _source("plan", "raise NotImplementedError(f'soon')"), "NotImplementedError"),
@@ -402,9 +408,9 @@ def test_checker_finds(checker: Checker, source: Source, expected: str) -> None:
 
 
 GOOD: list[tuple[Checker, Source]] = [
-    (check_layers, _source("core.engine", "from shardwise.core.shards.pool import P\nimport torch")),
+    (check_layers, _source("core.engine", "from shardwise.core.shards.gather import P\nimport torch")),
     (check_layers, _source("core.engine", "from shardwise import plan")),
-    (check_layers, _source("core.shards.pool", "from shardwise.core.shards import layout")),
+    (check_layers, _source("core.shards.gather", "from shardwise.core.shards import layout")),
     (check_layers, _source("testing", "from shardwise.cli import main")),
     (check_front_ends, _source("zero.x", "from shardwise.session import A\nfrom shardwise.core.mesh import Mesh")),
     (check_front_ends, _source("session", "def f(session):\n    return session.engine.pool.peak")),

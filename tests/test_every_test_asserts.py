@@ -1,7 +1,7 @@
-"""Every test can fail: it, or something of the tests that it names, asserts.
+"""Tests that every test can fail: it asserts, or a function of the tests that it names does.
 
-What a test names is followed through functions and classes of its module and those that it imports from other modules
-of the tests, functions sent to ranks among them.
+Names are followed through functions and classes of the test's module and of modules of the tests that it imports from,
+including functions sent to ranks.
 """
 
 import ast
@@ -12,7 +12,7 @@ import pytest
 from tests.sources import Source, around, assert_none
 
 Place = tuple[str, str]
-"""A module and a name at its top level."""
+"""A module and a name in it."""
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 PYTEST = ("raises", "warns", "fail")
 
@@ -26,13 +26,15 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def _asserts(node: ast.AST) -> bool:
-    """In the node itself. ``raise`` is none: most of those are what a test makes go wrong."""
+    """Return whether the node itself asserts. ``raise`` does not count: most of them are errors that a test
+    provokes.
+    """
     found = any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
     return found or any(name in PYTEST or name.startswith("assert_") for name in _names(node))
 
 
 class CallTree:
-    """All modules of the tests, and what names what."""
+    """The modules of the tests, and which names each definition uses."""
 
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sources
@@ -55,7 +57,7 @@ class CallTree:
                     self._imported[source.name, alias.asname or alias.name] = (str(origin), alias.name)
 
     def can_fail(self, start: Place) -> bool:
-        """Whether anything that ``start`` names, directly or not, asserts."""
+        """Return whether anything that ``start`` names, directly or indirectly, asserts."""
         seen: set[Place] = set()
         waiting = [start]
         while waiting:
@@ -70,7 +72,7 @@ class CallTree:
         return False
 
     def complaints(self) -> list[str]:
-        """Test functions, and those in test classes, that cannot fail."""
+        """Return test functions, also those in test classes, that cannot fail."""
         found = []
         for (module, name), node in self._defined.items():
             is_test = name.startswith("test_") and not isinstance(node, ast.ClassDef | ast.Assign | ast.AnnAssign)
@@ -79,7 +81,7 @@ class CallTree:
         return found
 
 
-def test_all() -> None:
+def test_every_test_can_fail() -> None:
     assert_none(CallTree([source for source in around() if source.name.startswith("tests.")]).complaints())
 
 
@@ -93,14 +95,14 @@ SOMETHING = "def f():\n  g()\ndef g():\n  assert 1 == 1\n"
 CALLS = "from setup import f\ndef test_a():\n  run_ranks(2, f)\n"
 
 
-def test_what_asserts_nothing_is_found() -> None:
+def test_tests_without_an_assert_are_detected() -> None:
     assert _tests(test_x="def test_a():\n  print(1)") == ["tests.test_x:1 test_a asserts nothing"]
     assert _tests(test_x=CALLS, setup=NOTHING) == ["tests.test_x:2 test_a asserts nothing"]
     assert _tests(test_x="CASES = [f]\ndef test_a():\n  [c() for c in CASES]\n" + NOTHING)
 
 
 @pytest.mark.parametrize("check", ["assert x", "with pytest.raises(E): f()", "assert_close(a, b)", "t.assert_close(a)"])
-def test_what_asserts_is_accepted(check: str) -> None:
+def test_tests_with_an_assert_are_accepted(check: str) -> None:
     assert _tests(test_x=f"def test_a():\n  {check}") == []
     assert _tests(test_x=CALLS, setup=SOMETHING) == []
     assert _tests(test_x="CASES = [f]\ndef test_a():\n  [c() for c in CASES]\n" + SOMETHING) == []

@@ -1,4 +1,4 @@
-"""Nothing below the front-ends names one of them, or another library."""
+"""Tests that no module below the front-ends names a front-end or another library."""
 
 import ast
 import re
@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from tests.sources import PACKAGE, Source, assert_none, ours
 from tests.test_architecture import ROWS, unit_and_row
 
-# Names that the code may not have; docstrings and comments may tell sources.
+# Names that code may not use; docstrings and comments may mention sources.
 FOREIGN = re.compile(
     r"accelerate\b|\bapex\b|bitsandbytes|\bbnb|booster|colossal|deepspeed|diffusers|fabric|fairscale|gemini|hugging"
     r"|lightning|megatron|peft|\btimm\b|torchao|transformers|\btrl\b",
     re.IGNORECASE,
 )
-# Modules and packages that may have them, each with its reason.
+# Modules and packages that may use them, each with its reason.
 FOREIGN_ALLOWED = {
     "core.checkpoint.formats": "files of other libraries",
-    "core.checkpoint.settings": "attributes under which models keep what such files have beside tensors",
-    "core.engine.packed_weights": "an attribute that tells weights which are not packed yet",
+    "core.checkpoint.model_config": "attributes under which models keep what such files have beside tensors",
+    "core.engine.quantized_weights": "an attribute that tells weights which are not packed yet",
     "core.optim.state_form": "the name of a class in checkpoints",
     "core.base.warnings": "packages whose frames are no user's program",
     "core.parallel.sequence": "attention and masks of the models that it divides",
@@ -27,7 +27,7 @@ LAST = next(row for row, names in enumerate(ROWS) if "session" in names)
 
 
 def _words(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Names and texts of the code, with their lines; not of comments and docstrings."""
+    """Yield names and strings of the code with their lines, without comments and docstrings."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
@@ -43,7 +43,7 @@ def _words(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def check_foreign_names(source: Source) -> list[str]:
-    """Nothing below the front-ends names one, or another library."""
+    """Check that a module below the front-ends names neither a front-end nor another library."""
     path = source.name.removeprefix(f"{PACKAGE}.")
     row = unit_and_row(source.name)[1]
     if row is None or row > LAST or any(path == each or path.startswith(f"{each}.") for each in FOREIGN_ALLOWED):
@@ -55,7 +55,7 @@ def check_foreign_names(source: Source) -> list[str]:
     ]
 
 
-def test_nothing_below_the_front_ends_names_another_library() -> None:
+def test_modules_below_the_front_ends_name_no_other_library() -> None:
     assert_none(complaint for source in ours() for complaint in check_foreign_names(source))
 
 
@@ -68,7 +68,7 @@ def test_exceptions_are_still_needed() -> None:
 def test_the_checker() -> None:
     for module, text, expected in (
         ("core.engine", "def f(x):\n    return x.deepspeed_scale", "core.engine:2 names deepspeed"),
-        ("core.shards.pool", "from transformers import x", "names transformers"),
+        ("core.shards.gather", "from transformers import x", "names transformers"),
         ("plan", "raise ValueError(f'{x}: use GeminiPlugin')", "names Gemini"),
         ("core.engine", "'Source: DeepSpeed.'\nx = 1  # as peft does\ny = accelerator", ""),
         ("sequence.attention", "from transformers import masking_utils", ""),

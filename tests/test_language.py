@@ -1,7 +1,7 @@
-"""Names and sentences: words that an engineer from PyTorch would not search for, with how many of each are left.
+"""Tests of names and sentences: words that engineers from PyTorch would not search for, with the number of uses left.
 
-A count only falls: lower it when words are replaced, and remove the word's row when none is left. A word without a row
-may not be used at all.
+A number only decreases: lower it when words are replaced, and remove the word's row when no use is left. A word without
+a row may not be used.
 """
 
 import ast
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from tests.sources import ROOT, Source, assert_none, ours
 
 SLACK = 10
-"""A count is lowered when so many fewer are left."""
+"""A number has to be lowered when the uses are fewer by more than this."""
 NAMES = re.compile(
     "alike|anew|aside|asked|astray|beside|bringer|brought|carrier|census|cutting|disjoin|draws|encloses|enroll|errand|everyone"
     "|foresee|found|given|held|joint|kept|landing|landings|lanes|letters|others|party|remarks|rest|riders|said|seats|spare"
@@ -46,7 +46,9 @@ LEFT_PROSE = {
 
 
 def names_of(source: Source) -> Iterator[str]:
-    """Every name that ``source`` gives: arguments, variables, attributes, functions, classes, its own last part."""
+    """Yield each name that ``source`` binds: arguments, variables, attributes, functions, classes, and its own last
+    part.
+    """
     yield source.name.rsplit(".", 1)[-1]
     for node in ast.walk(source.tree):
         if isinstance(node, ast.arg):
@@ -58,20 +60,20 @@ def names_of(source: Source) -> Iterator[str]:
 
 
 def prose_of(text: str) -> Iterator[str]:
-    """Comments and texts of Python code."""
+    """Yield comments and strings of Python code."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING) or tokenize.tok_name[token.type] == "FSTRING_MIDDLE":
             yield token.string
 
 
 def count_names() -> Counter[str]:
-    """Banned names in the package."""
+    """Return the number of banned names in the package."""
     found = (name.strip("_").lower() for source in ours() for name in names_of(source))
     return Counter(name for name in found if NAMES.fullmatch(name))
 
 
 def count_prose() -> Counter[str]:
-    """Banned words in the package's texts and in the pages that users read."""
+    """Return the number of banned words in the package's strings and comments and in the pages that users read."""
     texts = [text for source in ours() for text in prose_of(source.text)]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
     texts += [page.read_text("utf-8") for page in pages]
@@ -79,7 +81,7 @@ def count_prose() -> Counter[str]:
 
 
 def compared(found: Counter[str], left: dict[str, int]) -> list[str]:
-    """Complaints about counts that rose, or that are to be lowered."""
+    """Return complaints about numbers that increased, or that have to be lowered."""
     words = sorted(found.keys() | left.keys())
     above = [
         f"{word!r}: {found[word]} uses, {left.get(word, 0)} may be" for word in words if found[word] > left.get(word, 0)
@@ -99,7 +101,7 @@ def test_prose() -> None:
     assert_none(compared(count_prose(), LEFT_PROSE))
 
 
-def test_both_are_found() -> None:
+def test_banned_names_and_words_are_found() -> None:
     source = Source("shardwise.beside", "def f(given): self.kept = 1\nclass Party: x = alike\nother = 2")
     found = sorted(name.lower() for name in names_of(source) if NAMES.fullmatch(name.lower()))
     assert found == ["beside", "given", "kept", "party"]

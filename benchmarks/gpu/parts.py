@@ -43,11 +43,11 @@ FIRST_TESTS = {
     "devices": GpuTests(6, 80.0),  # fourteen programs, each of which imports torch
     "running_ahead": GpuTests(14, 20.0),  # the GPU sleeps
     "counts": GpuTests(32, 15.0),  # the profiler starts
-    "launch": GpuTests(2),
+    "collectives": GpuTests(2),
     "memory_and_streams": GpuTests(8, 10.0),
     "packed_weights": GpuTests(12, 20.0),
     "trace": GpuTests(4, 10.0),
-    "axes": GpuTests(10, 25.0),  # models on both sides
+    "model_parallelism": GpuTests(10, 25.0),  # models on both sides
     "tiers": GpuTests(76),
     "parity": GpuTests(164, 15.0, but=MANY),
     "auto_and_early": GpuTests(72, but=EARLY),

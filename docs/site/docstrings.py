@@ -17,7 +17,7 @@ import griffe
 __all__ = ["Docstrings", "apart", "plain"]
 
 COMPOSED = ("shardwise.booster.plugin.", "shardwise.strategies.")
-"""Where classes get texts of their arguments when they are made (shardwise/compat/published.py)."""
+"""Where classes get texts of their arguments when they are made (shardwise/compat/arguments.py)."""
 SECTION = re.compile(r"^(?:Args|Attributes):\n(?:(?:    .*)?(?:\n|\Z))+", re.MULTILINE)
 
 

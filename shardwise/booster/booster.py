@@ -12,46 +12,24 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise.booster.dataloader import is_dataloader
-from shardwise.booster.interface import OptimizerWrapper, unwrap_model
+from shardwise.booster.checkpoint_io import (
+    SIZE_PER_SHARD,
+    CheckpointIO,
+    checked_loading,
+    model_writer,
+    optimizer_writer,
+    target,
+)
+from shardwise.booster.checkpoint_runs import Runs
 from shardwise.booster.lora import ENABLED, adapter_writer, add_lora_parameters, with_adapter
 from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from shardwise.booster.plugin.base import Plugin
-from shardwise.booster.runs import Runs
-from shardwise.booster.targets import SIZE_PER_SHARD, checked_loading, model_writer, optimizer_writer, target
+from shardwise.booster.wrappers import OptimizerWrapper, unwrap_model
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint import PortableFiles, Restored, write_lr_scheduler
 from shardwise.core.checkpoint.load_plan import Fit, Rows
 from shardwise.core.checkpoint.schedulers import fitting_state
 from shardwise.core.parallel.pipeline import merged
-
-__all__ = ["Booster", "CheckpointIO", "FitOptions", "SaveOptions"]
-
-METHODS = ("model", "optimizer", "lr_scheduler", "checkpoint")
-NAMES = frozenset({*(f"{verb}_{what}" for verb in ("save", "load") for what in METHODS), "save_lora_as_pretrained"})
-
-
-class CheckpointIO:
-    """Save and load methods of a Booster, such as ``save_model`` and ``load_model``, under any plugin."""
-
-    def __init__(self, booster: Any) -> None:
-        self._booster = booster
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in NAMES:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}, but {', '.join(sorted(NAMES))}")
-        return getattr(self._booster, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *NAMES})
-
-    def synchronize(self) -> None:
-        """Wait until nothing is being written; see ``Booster.wait``."""
-        self._booster.wait()
-
-    # ColossalAI's names of the two parts of a wait, which its examples and tests call; here a wait has one part.
-    _sync_d2h = synchronize
-    _sync_io = synchronize
 
 
 class SaveOptions(TypedDict, total=False):
@@ -148,7 +126,7 @@ class Booster:
             raise TypeError(f"optimizer={optimizer!r:.80}: give a torch.optim.Optimizer, or None")
         if optimizer is not None and vars(model).get(ENABLED):
             add_lora_parameters(model, optimizer)
-        swapped = is_dataloader(criterion) and not is_dataloader(dataloader)
+        swapped = _is_dataloader(criterion) and not _is_dataloader(dataloader)
         if swapped:
             criterion, dataloader = dataloader, criterion  # type: ignore[assignment]
         if self.plugin is not None:
@@ -212,10 +190,29 @@ class Booster:
         Raises:
             NotImplementedError: the model has no pipeline stages.
             ValueError: gradients are enabled and there is no optimizer, or one of another model.
+            TypeError: ``data_iter`` is not an iterator.
             StopIteration: ``data_iter`` is exhausted.
+            PeerError: that of another rank is exhausted, or another rank failed.
         """
         steps = self._runs.pipeline(model, optimizer, type(self.plugin).__name__)
-        return _pipeline_step(steps, data_iter, criterion, optimizer, (return_loss, return_outputs, broadcast_loss))
+        train = torch.is_grad_enabled()
+        if optimizer is None and train:
+            raise ValueError(
+                f"optimizer={optimizer}: Optimizer should be passed when doing backward. Give the one that boost "
+                "returned, or call execute_pipeline under torch.no_grad(), for forward passes alone"
+            )
+        if not isinstance(data_iter, Iterator):
+            raise TypeError(f"data_iter={data_iter!r:.80}: give an iterator, such as iter(dataloader)")
+        try:
+            batch = next(data_iter)
+        except Exception as error:  # other ranks would wait for this rank
+            steps.without_batch(error)
+            raise
+        outcome = steps.step(batch, criterion, train, return_outputs)
+        loss = outcome.loss if return_loss else None
+        if return_loss and broadcast_loss:
+            loss = steps.everywhere(loss)
+        return {"loss": loss, "outputs": merged(outcome.outputs) if outcome.outputs else None}
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
@@ -549,48 +546,12 @@ class Booster:
             self._runs.close()
 
 
+def _is_dataloader(value: object) -> bool:
+    """Return True for a data loader, or any object of the user that yields batches; a loss function is not one."""
+    return isinstance(value, DataLoader) or (hasattr(value, "__iter__") and not callable(value))
+
+
 def _several(lr_scheduler: Any) -> list[Any]:
     if lr_scheduler is None:
         return []
     return list(lr_scheduler) if isinstance(lr_scheduler, list | tuple) else [lr_scheduler]
-
-
-def _pipeline_step(
-    steps: Any,
-    data_iter: Iterator[Any],
-    criterion: Callable[[Any, Any], torch.Tensor],
-    optimizer: torch.optim.Optimizer | None,
-    returns: tuple[bool, bool, bool],
-) -> dict[str, Any]:
-    """Run one step of a pipeline; see :meth:`shardwise.booster.Booster.execute_pipeline`.
-
-    Args:
-        steps: the pipeline steps of the model's session.
-        data_iter, criterion, optimizer: as in ``execute_pipeline``.
-        returns: whether to return the loss, the outputs, the loss on every rank.
-
-    Raises:
-        ValueError: gradients are enabled and there is no optimizer.
-        TypeError: ``data_iter`` is not an iterator.
-        StopIteration: it is exhausted.
-        PeerError: that of another rank is exhausted, or another rank failed.
-    """
-    wants_loss, wants_outputs, broadcast_loss = returns
-    train = torch.is_grad_enabled()
-    if optimizer is None and train:
-        raise ValueError(
-            f"optimizer={optimizer}: Optimizer should be passed when doing backward. Give the one that boost returned, "
-            "or call execute_pipeline under torch.no_grad(), for forward passes alone"
-        )
-    if not isinstance(data_iter, Iterator):
-        raise TypeError(f"data_iter={data_iter!r:.80}: give an iterator, such as iter(dataloader)")
-    try:
-        batch = next(data_iter)
-    except Exception as error:  # other ranks would wait for this rank
-        steps.without_batch(error)
-        raise
-    outcome = steps.step(batch, criterion, train, wants_outputs)
-    loss = outcome.loss if wants_loss else None
-    if wants_loss and broadcast_loss:
-        loss = steps.everywhere(loss)
-    return {"loss": loss, "outputs": merged(outcome.outputs) if outcome.outputs else None}

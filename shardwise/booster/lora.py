@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
+from shardwise.booster.wrappers import ModelWrapper, OptimizerWrapper
 from shardwise.core.base.validate import check_type, short_repr
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint import CheckpointSource
 from shardwise.core.checkpoint.formats import write_peft
-from shardwise.core.checkpoint.settings import adapter_settings, vocabulary_of
+from shardwise.core.checkpoint.model_config import adapter_settings, vocabulary_of
 from shardwise.core.deferred import is_deferred
 from shardwise.core.mesh.launch import default_device
 from shardwise.session import ShardedModule, ShardedOptimizer
-
-__all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "with_adapter"]
 
 ENABLED = "_shardwise_lora"
 """Attribute of a model of :func:`with_adapter`; boost completes its optimizer."""

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.booster.interface import ModelWrapper, OptimizerWrapper, unwrap_optimizer
-from shardwise.core.base.attributes import attribute_of
+from shardwise.booster.wrappers import ModelWrapper, OptimizerWrapper, unwrap_optimizer
+from shardwise.core.base.module_wrapper import attribute_of
 from shardwise.core.base.validate import MOST_SCALE, integer, number
 
-__all__ = ["BF16MixedPrecision", "FP16TorchMixedPrecision", "MixedPrecision", "mixed_precision_factory"]
-
 Criterion = Callable[..., Any]
+Configured = tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]
 
 
 class MixedPrecision(ABC):
@@ -23,11 +22,8 @@ class MixedPrecision(ABC):
 
     @abstractmethod
     def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Criterion | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, criterion: Criterion | None = None
+    ) -> Configured:
         """Return wrapped model, optimizer and criterion."""
 
 
@@ -37,11 +33,8 @@ class AutocastPrecision(MixedPrecision):
     dtype: torch.dtype
 
     def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Criterion | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, criterion: Criterion | None = None
+    ) -> Configured:
         device = _device_type(model)
         if optimizer is not None:
             optimizer = self.wrap(optimizer, device)
@@ -120,8 +113,8 @@ class ScaledOptimizer(OptimizerWrapper):
         if self._unscaled and not self._all_zero():
             raise RuntimeError(
                 f"{what}() after clipping, which has divided the gradients by the loss scale "
-                f"{self.scaler.get_scale():g}: call step() or zero_grad() of the optimizer first, and clip behind the "
-                "last pass"
+                f"{self.scaler.get_scale():g}: call step() or zero_grad() of the optimizer first, and clip after the "
+                "last backward pass"
             )
         self._leave_unscaled()
 

@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from shardwise.core.comm.members import made_together
-
-__all__ = ["ProcessGroupManager", "ProcessGroupMesh"]
 
 Coordinate = tuple[int, ...]
 
@@ -66,11 +65,7 @@ class ProcessGroupMesh:
         """
         if not 0 <= rank < math.prod(shape):
             raise ValueError(f"rank={rank} is outside of a grid of {tuple(shape)}; give 0 to {math.prod(shape) - 1}")
-        place = []
-        for size in reversed(shape):
-            rank, index = divmod(rank, size)
-            place.append(index)
-        return tuple(reversed(place))
+        return tuple(int(index) for index in np.unravel_index(rank, shape))
 
     @staticmethod
     def ravel(coord: Sequence[int], shape: Sequence[int], mode: str = "raise") -> int:
@@ -86,14 +81,12 @@ class ProcessGroupMesh:
         """
         if mode not in ("raise", "wrap", "clip"):
             raise ValueError(f"mode={mode!r}: give 'raise', 'wrap' or 'clip'")
-        rank = 0
-        for index, size in zip(coord, shape, strict=True):
-            if mode == "raise" and not 0 <= index < size:
-                raise ValueError(
-                    f"coord={tuple(coord)} is outside of a grid of {tuple(shape)}; use mode='wrap' or 'clip'"
-                )
-            rank = rank * size + (index % size if mode == "wrap" else min(max(index, 0), size - 1))
-        return rank
+        try:
+            return int(np.ravel_multi_index(coord, shape, mode))  # type: ignore[call-overload]
+        except ValueError:
+            raise ValueError(
+                f"coord={tuple(coord)} is outside of a grid of {tuple(shape)}; use mode='wrap' or 'clip'"
+            ) from None
 
     @staticmethod
     def get_coords_along_axis(

@@ -13,9 +13,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from shardwise.compat.impersonation import REPLACEABLE, impersonate
+from shardwise.compat.import_hooks import REPLACEABLE, impersonate
 
 MODULE = "shardwise.cli.as_world"
 CHILDREN = Path(__file__).parent / "children"
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: missing arguments, another library, or no such script or module.
     """
     if len(arguments) < 2 or arguments[0] not in REPLACEABLE or list(arguments[1:]) == ["-m"]:
-        sys.exit(f"{' '.join(arguments)!r}: give one of {', '.join(REPLACEABLE)}, and a script (or -m and a module)")
+        _refuse(f"{' '.join(arguments)!r}: give one of {', '.join(REPLACEABLE)}, and a script (or -m and a module)")
     library, *program = arguments
     impersonate(library)
     _tell_children(library)
@@ -57,8 +57,12 @@ def _check(program: Sequence[str]) -> None:
         there = importlib.util.find_spec(program[1].partition(".")[0] or "-") is not None
     if not there:
         what = f"no module {program[1]}" if program[0] == "-m" else f"{program[0]}: no such file"
-        print(f"{what}; give a Python script (or -m and a module name)", file=sys.stderr)
-        sys.exit(2)
+        _refuse(f"{what}; give a Python script (or -m and a module name)")
+
+
+def _refuse(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(2)
 
 
 def _tell_children(library: str) -> None:

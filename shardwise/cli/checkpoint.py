@@ -1,4 +1,13 @@
-"""``shardwise checkpoint inspect | convert | verify | diff``: checkpoints of every known format, in one process."""
+"""Inspect, convert, verify and compare checkpoints. The format of a checkpoint is detected.
+
+examples:
+  shardwise checkpoint inspect runs/step-1000
+  shardwise checkpoint convert runs/step-1000 llama --to huggingface
+  shardwise checkpoint verify runs/step-1000
+
+`shardwise checkpoint ACTION --help` has the options of an action. Under a launcher only rank 0 works. Nothing in a
+checkpoint is executed: of pickles only tensors and plain containers are read.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.cli.errors import BadInput, option
+from shardwise.cli.parser import texts
 from shardwise.core.base.sizes import parse_size, size_text
 from shardwise.core.base.validate import number, printable
 
@@ -33,31 +43,6 @@ OPTION_FORMATS = {
     "base": ("peft",),
 }
 """Options that only some formats have."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only some formats have."""
-    parser.add_argument("--safetensors", action="store_true", help="colossalai: safetensors shards instead of .bin")
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="huggingface: config.json or its directory; default: that of the source",
-    )
-    parser.add_argument(
-        "--adapter-config",
-        type=Path,
-        metavar="FILE",
-        help="peft: adapter_config.json or its directory; default: that of the source, or --lora-alpha",
-    )
-    parser.add_argument("--adapter", metavar="NAME", help="peft: the adapter's name; default: the only one")
-    parser.add_argument(
-        "--lora-alpha",
-        type=float,
-        metavar="ALPHA",
-        help="peft: lora_alpha; rank and targets are derived from names and shapes",
-    )
-    parser.add_argument("--base", metavar="NAME", help="peft: base_model_name_or_path, a name or a directory")
 
 
 def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dtype | None, megabytes: float) -> None:
@@ -116,7 +101,7 @@ def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str,
 
 
 def _configuration(path: Path, name: str) -> dict[str, Any]:
-    from shardwise.core.checkpoint.bounds import read_json
+    from shardwise.core.checkpoint.input_checks import read_json
 
     file = path / name if path.is_dir() else path
     content = read_json(file)
@@ -126,8 +111,8 @@ def _configuration(path: Path, name: str) -> dict[str, Any]:
 
 
 def _read_config(path: Path, name: str) -> Any:
-    from shardwise.core.checkpoint.bounds import read_json
-    from shardwise.core.checkpoint.formats.detect import located
+    from shardwise.core.checkpoint.formats.registry import located
+    from shardwise.core.checkpoint.input_checks import read_json
     from shardwise.core.checkpoint.source import CheckpointError
 
     try:
@@ -165,86 +150,80 @@ def notes_of(source: CheckpointSource, options: argparse.Namespace) -> list[str]
 READ = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft", "trainer", "accelerate")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
-EXAMPLES = """
-  shardwise checkpoint inspect runs/step-1000
-  shardwise checkpoint convert runs/step-1000 llama --to huggingface --dtype bfloat16 --max-shard-size 5GB
-  shardwise checkpoint convert deepspeed-run resume/step-1000 --to native
-  shardwise checkpoint convert trainer-output resume/step-1000 --to native
-  shardwise checkpoint convert runs/step-1000 adapter --to peft --lora-alpha 16 --base meta-llama/Llama-3.2-1B
-  shardwise checkpoint verify runs/step-1000
-  shardwise checkpoint diff runs/step-1000 llama --rtol 1e-2
-
-Exit status: 0 for success, 1 if verify finds damage or diff a difference, 2 for input that cannot be used.
-Nothing in a checkpoint is executed: of pickles only tensors and plain containers are read.
-"""
-
 
 def add_parser(commands: Any) -> None:
     """Add ``checkpoint`` to the command's subparsers."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help="inspect, convert, verify and compare checkpoints",
-        description="Inspect, convert, verify and compare checkpoints of any supported format.",
-        epilog=EXAMPLES,
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|convert|verify|diff")
-    inspect = actions.add_parser("inspect", help="list tensors and the size of the state")
+    parser = commands.add_parser("checkpoint", **texts(__doc__))
+    actions = parser.add_subparsers(title="actions", dest="action", required=True, metavar="ACTION")
+    inspect = _add_action(actions, "inspect", _inspect)
     _add_source(inspect, "path", "")
     inspect.add_argument("--json", action="store_true", help="print JSON")
-    inspect.set_defaults(action_main=_inspect)
-    convert = actions.add_parser("convert", help="write a checkpoint in another format")
-    _add_source(convert, "source", "")
-    convert.add_argument("target", type=Path, metavar="TARGET", help="path of the file or directory to write")
-    convert.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
-    convert.add_argument("--dtype", choices=DTYPES, help="dtype of floating-point model tensors; default: unchanged")
-    convert.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        help="huggingface, colossalai: largest file of the model, such as 512MiB (default 5GB)",
-    )
-    add_options(convert)
-    convert.set_defaults(action_main=_convert)
-    verify = actions.add_parser("verify", help="read everything and compare checksums, if the format has them")
-    _add_source(verify, "path", "", rename=False)
-    verify.set_defaults(action_main=_verify)
-    diff = actions.add_parser("diff", help="compare names, shapes, dtypes and values")
+    _add_convert(_add_action(actions, "convert", _convert))
+    _add_source(_add_action(actions, "verify", _verify), "path", "", rename=False)
+    diff = _add_action(actions, "diff", _diff)
     _add_source(diff, "first", "-a")
     _add_source(diff, "second", "-b")
-    diff.add_argument("--rtol", type=float, default=0.0, help="relative difference that is allowed (default 0)")
-    diff.add_argument("--atol", type=float, default=0.0, help="absolute difference that is allowed (default 0)")
+    diff.add_argument("--rtol", type=float, default=0.0, metavar="NUMBER", help="relative difference that is allowed")
+    diff.add_argument("--atol", type=float, default=0.0, metavar="NUMBER", help="absolute difference that is allowed")
     diff.add_argument("--model-only", action="store_true", help="do not compare optimizer state")
     diff.add_argument("--ignore-dtype", action="store_true", help="compare values only")
-    diff.set_defaults(action_main=_diff)
-    parser.set_defaults(main=main)
+
+
+def _add_action(actions: Any, name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, **texts(run.__doc__))
+    parser.set_defaults(main=main, action_main=run)
+    return parser
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    _add_source(parser, "source", "")
+    add = parser.add_argument
+    add("target", type=Path, metavar="TARGET", help="path of the file or directory to write")
+    add("--to", required=True, choices=WRITTEN, metavar="FORMAT", help=f"format to write: {', '.join(WRITTEN)}")
+    add("--dtype", choices=DTYPES, metavar="DTYPE", help=f"model dtype: {', '.join(DTYPES)} (default: unchanged)")
+    add = parser.add_argument_group("options of one format").add_argument
+    add("--max-shard-size", metavar="SIZE", help="huggingface, colossalai: largest file of the model (default: 5GB)")
+    add("--safetensors", action="store_true", help="colossalai: safetensors shards instead of .bin")
+    add("--config", type=Path, metavar="FILE", help="huggingface: config.json or its directory (default: the source's)")
+    add(
+        "--adapter-config",
+        type=Path,
+        metavar="FILE",
+        help="peft: adapter_config.json or its directory (default: the source's, or from --lora-alpha)",
+    )
+    add("--adapter", metavar="NAME", help="peft: the adapter's name (default: the only one)")
+    add("--lora-alpha", type=float, metavar="ALPHA", help="peft: lora_alpha; rank and targets are those of the tensors")
+    add("--base", metavar="NAME", help="peft: base_model_name_or_path, a name or a directory")
 
 
 def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename: bool = True) -> None:
-    parser.add_argument(name, type=Path, metavar=name.upper(), help="a checkpoint: directory or file")
-    parser.add_argument(f"--format{suffix}", dest=f"{name}_format", choices=READ, help="default: detected")
-    parser.add_argument(
+    add = parser.add_argument
+    add(name, type=Path, metavar=name.upper(), help="a checkpoint: directory or file")
+    kinds = f"{', '.join(READ)} (default: detected)"
+    add(f"--format{suffix}", dest=f"{name}_format", choices=READ, metavar="FORMAT", help=f"format to read: {kinds}")
+    add(
         f"--optimizer{suffix}",
         dest=f"{name}_optimizer",
         type=Path,
         metavar="DIR",
         help="colossalai: the optimizer's directory, if it is not next to the model",
     )
-    parser.add_argument(
+    add(
         f"--parameter-names{suffix}",
         dest=f"{name}_names",
         type=Path,
         metavar="FILE",
         help="names in the optimizer's order, one a line; for formats that number parameters",
     )
-    if not rename:
-        return
-    parser.add_argument(
-        f"--rename{suffix}",
-        dest=f"{name}_rename",
-        action="append",
-        default=[],
-        metavar="OLD=NEW",
-        help="OLD is a name or a regular expression, up to the last '='; may be repeated",
-    )
+    if rename:
+        add(
+            f"--rename{suffix}",
+            dest=f"{name}_rename",
+            action="append",
+            default=[],
+            metavar="OLD=NEW",
+            help="OLD is a name or a regular expression, up to the last '='; may be repeated",
+        )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -264,16 +243,14 @@ def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource
         _say(f"note: {note}", sys.stderr)
     try:
         yield source
-    except BrokenPipeError:  # standard output was closed
-        raise
-    except (OSError, CheckpointError) as problem:
+    except CheckpointError as problem:
         raise BadInput(str(problem)) from None
     finally:
         source.close()
 
 
 def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
-    from shardwise.core.checkpoint.formats.detect import open_checkpoint
+    from shardwise.core.checkpoint.formats.registry import open_checkpoint
     from shardwise.core.checkpoint.source import CheckpointError
 
     path: Path = getattr(options, name)
@@ -283,7 +260,7 @@ def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
         names = listed.read_text("utf-8").split() if listed is not None else None
         rules = dict(_rule(each) for each in getattr(options, f"{name}_rename"))
         return open_checkpoint(path, format, optimizer, names, rules)
-    except (OSError, ValueError, CheckpointError) as problem:
+    except (ValueError, CheckpointError) as problem:
         raise BadInput(str(problem)) from None
 
 
@@ -351,6 +328,12 @@ def _kind(name: str) -> str:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    """List the tensors of a checkpoint. The last lines have the size of the other state.
+
+    examples:
+      shardwise checkpoint inspect runs/step-1000
+      shardwise checkpoint inspect llama --json
+    """
     with _opened(options, "path") as source:
         facts, state = source.tensors(), source.state()
         kinds: dict[str, list[int]] = {}
@@ -395,6 +378,14 @@ def _dtype_text(fact: TensorInfo) -> str:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    """Write a checkpoint in another format. Notes on standard error say what the format cannot hold.
+
+    examples:
+      shardwise checkpoint convert runs/step-1000 llama --to huggingface --dtype bfloat16 --max-shard-size 5GB
+      shardwise checkpoint convert deepspeed-run resume/step-1000 --to native
+      shardwise checkpoint convert trainer-output resume/step-1000 --to native
+      shardwise checkpoint convert runs/step-1000 adapter --to peft --lora-alpha 16 --base meta-llama/Llama-3.2-1B
+    """
     import torch
 
     from shardwise.core.checkpoint.atomic import DISK
@@ -412,6 +403,8 @@ def _convert(options: argparse.Namespace) -> int:
         except (CheckpointError, OSError, ValueError, TypeError) as problem:
             if not existed:  # a format of several directories may have written the first ones
                 DISK.remove_tree(str(options.target))
+            if isinstance(problem, OSError):
+                raise
             raise BadInput(str(problem)) from None
         finally:
             watched.bar.end()
@@ -432,8 +425,13 @@ def _megabytes(text: str) -> float:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from shardwise.core.checkpoint.formats.detect import open_checkpoint
+    """Read everything and compare checksums, if the format has them. The exit status is 1 if there is damage.
+
+    examples:
+      shardwise checkpoint verify runs/step-1000
+    """
     from shardwise.core.checkpoint.formats.native import NativeSource
+    from shardwise.core.checkpoint.formats.registry import open_checkpoint
     from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
     if not options.path.exists():
@@ -459,7 +457,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _read_through(source: CheckpointSource, path: Path) -> list[str]:
-    from shardwise.core.checkpoint.formats.lazy import blocks
+    from shardwise.core.checkpoint.formats.lazy_tensors import blocks
     from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, check_zip
     from shardwise.core.checkpoint.source import CheckpointDamage
 
@@ -485,6 +483,12 @@ def _read_through(source: CheckpointSource, path: Path) -> list[str]:
 
 
 def _diff(options: argparse.Namespace) -> int:
+    """Compare names, shapes, dtypes and values of two checkpoints. The exit status is 1 if there is a difference.
+
+    examples:
+      shardwise checkpoint diff runs/step-1000 runs/step-2000 --model-only
+      shardwise checkpoint diff runs/step-1000 llama --rtol 1e-2
+    """
     for name in ("rtol", "atol"):
         option(f"--{name}", number, getattr(options, name), "[0, inf)", "a finite number >= 0")
     with _opened(options, "first") as first, _opened(options, "second") as second:
@@ -522,7 +526,7 @@ def _compare(
     """Return a description of the difference; empty without one."""
     import torch
 
-    from shardwise.core.checkpoint.formats.lazy import blocks
+    from shardwise.core.checkpoint.formats.lazy_tensors import blocks
     from shardwise.core.checkpoint.source import CheckpointDamage
 
     one, two = first.tensors()[name], second.tensors()[other]

@@ -1,4 +1,9 @@
-"""``shardwise env``: print versions, devices and limits of this machine, for a bug report."""
+"""Print versions, devices and limits of this machine, for a bug report. It warns of what will not work.
+
+examples:
+  shardwise env
+  shardwise env > env.txt
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardwise import __version__
+from shardwise.cli.parser import texts
 from shardwise.core.base.sizes import size_text
 
 PACKAGES = (
@@ -30,12 +36,7 @@ NEEDED_FILES = 1024
 
 def add_parser(commands: Any) -> None:
     """Add ``env`` to the command's subparsers."""
-    parser = commands.add_parser(
-        "env",
-        help="print versions, devices and limits of this machine, for a bug report",
-        description="Print versions, devices, backends, network interfaces and limits, and warn of what will not work.",
-    )
-    parser.set_defaults(main=main)
+    commands.add_parser("env", **texts(__doc__)).set_defaults(main=main)
 
 
 def main(_options: argparse.Namespace) -> int:

@@ -1,4 +1,14 @@
-"""``shardwise estimate``: print the bytes of model data by tier that a build would account for."""
+"""Print the memory that parameters, gradients and optimizer state take on one rank. Nothing is allocated.
+
+MODEL is a folder with a Hugging Face config.json, the name of a cached model of the Hugging Face hub, or a function of
+a Python file or module that returns a model. The model is created on the meta device, in fp32. Options have the names
+and meanings of the settings of shardwise.shard(). Activations and gathered layers are not included.
+
+examples:
+  shardwise estimate llama/ --stage 3 --ranks 8 --offload host
+  shardwise estimate llama/ --ranks 8 --offload disk --offload-params device
+  shardwise estimate train.py:build --stage 2 --ranks 4 --precision fp32 --optimizer SGD --json
+"""
 
 from __future__ import annotations
 
@@ -9,67 +19,77 @@ import os
 from typing import Any
 
 from shardwise.cli.errors import BadInput, option
+from shardwise.cli.parser import texts
 from shardwise.cli.trace import call, guarded, load_module, make_optimizer, split_target
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.validate import MOST_RANKS, integer
 
-EXAMPLES = """
-MODEL is a folder with a Hugging Face config.json, the name of a cached model of the Hugging Face hub, or a function of
-a Python file or module that returns a model. The model is created on the meta device, in fp32, and takes no memory.
-
-  shardwise estimate llama/ --stage 3 --devices 8 --offload-optimizer cpu
-  shardwise estimate train.py:build --stage 2 --devices 4 --precision fp32 --optimizer SGD --json
-"""
 KINDS = ("parameters", "gradients", "masters", "optimizer state", "buffers", "total")
-TIERS = {"cpu": "host", "nvme": "disk"}
+TIERS = ("device", "host", "disk")
+NOT_ESTIMATED = {
+    "pp": "estimate a function that returns the modules of one stage, with the ranks of that stage as --ranks",
+    "replicas": "estimate the ranks of one copy: leave --replicas out and divide --ranks by it",
+}
+"""What to do instead, by setting of ``shardwise.shard()``."""
 
 
 def add_parser(commands: Any) -> None:
     """Add ``estimate`` to the command's subparsers."""
-    parser = commands.add_parser(
-        "estimate",
-        help="print the memory for parameters, gradients and optimizer state",
-        description="Print the memory of one rank for parameters, gradients and optimizer state. Nothing is allocated.",
-        epilog=EXAMPLES,
-    )
+    parser = commands.add_parser("estimate", **texts(__doc__))
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or name of a Hugging Face model, or FILE_OR_MODULE:FUNCTION")
-    add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (default 3)")
-    add("--devices", type=int, default=1, metavar="N", help="number of ranks (default 1)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="precision (default bf16)")
-    add("--offload-params", choices=TIERS, help="where parameters are kept; needs stage 3 (default: device)")
-    add("--offload-optimizer", choices=TIERS, help="where masters and optimizer state are kept (default: device)")
-    add("--optimizer", default="AdamW", metavar="NAME", help="optimizer of torch.optim (default AdamW)")
-    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
-    add("--rank", type=int, default=0, metavar="R", help="index of the rank to print (default 0, which has the most)")
+    add("--ranks", type=int, default=1, metavar="N", help="number of ranks")
+    add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="bf16 and fp16 keep fp32 masters")
+    add("--offload", choices=TIERS[1:], help="where masters and optimizer state are kept, and at stage 3 parameters")
+    add("--offload-params", choices=TIERS, help="where parameters are kept at stage 3 (default: as --offload)")
+    add("--optimizer", default="AdamW", metavar="NAME", help="optimizer of torch.optim")
+    add("--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks")
+    add("--sp", type=int, default=1, metavar="N", help="number of sequence-parallel ranks")
+    for name in NOT_ESTIMATED:
+        add(f"--{name}", type=int, default=1, help=argparse.SUPPRESS)
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="device of the ranks")
+    add("--rank", type=int, default=0, metavar="R", help="index among the ranks that shard; 0 has the most")
     add("--json", action="store_true", help="print bytes by tier and kind as JSON")
     parser.set_defaults(main=main)
 
 
 def main(options: argparse.Namespace) -> int:
     """Print the estimate; return 0, or 2 for bad input."""
-    option("--devices", integer, options.devices, 1, MOST_RANKS)
-    option("--tp", integer, options.tp, 1, options.devices)
-    if options.devices % options.tp:
-        raise BadInput(f"--tp {options.tp}: does not divide --devices {options.devices}; give a divisor")
-    shard = options.devices // options.tp if options.stage else 1
-    option("--rank", integer, options.rank, 0, shard - 1)
-    if options.offload_params and options.stage < 3:
+    option("--ranks", integer, options.ranks, 1, MOST_RANKS)
+    for name, instead in NOT_ESTIMATED.items():
+        if getattr(options, name) != 1:
+            raise BadInput(f"--{name} {getattr(options, name)} cannot be estimated; {instead}")
+    if options.offload_params not in (None, "device") and options.stage < 3:
         raise BadInput(f"--offload-params {options.offload_params} with --stage {options.stage}: use --stage 3")
+    if options.optimizer == "Adafactor":
+        raise BadInput("--optimizer Adafactor cannot be estimated: its state is factored; give another optimizer")
 
-    from shardwise.plan import DiskPlan
-    from shardwise.session import Settings, estimate_memory
+    from shardwise.session import estimate_memory
 
-    offload = {"param": options.offload_params, "state": options.offload_optimizer}
-    shares: dict[str, Any] = {f"{kind}_{TIERS[to]}_fraction": 1.0 for kind, to in offload.items() if to}
-    if "nvme" in offload.values():
-        shares["disk"] = DiskPlan(directory="unused")
-    plan = Settings(stage=options.stage, precision=options.precision, tp=options.tp).plan().but(**shares)
-    model = _model(options.model)
-    built = model, make_optimizer(options.optimizer, model), plan
-    by_tier = guarded("the estimate", lambda: estimate_memory(*built, options.devices, options.rank))
+    try:
+        plan = _plan(options)
+        option("--rank", integer, options.rank, 0, plan.mesh.resolve(options.ranks).dp_shard - 1)
+        model = _model(options.model)
+        built = model, make_optimizer(options.optimizer, model), plan
+        by_tier = estimate_memory(*built, options.ranks, options.rank, options.device)
+    except (ValueError, TypeError, NotImplementedError) as problem:
+        raise BadInput(str(problem)) from None
     print(json.dumps(by_tier, indent=2) if options.json else _table(by_tier, model))
     return 0
+
+
+def _plan(options: argparse.Namespace) -> Any:
+    from shardwise.plan import DiskPlan
+    from shardwise.session import Settings
+
+    sizes = {name: getattr(options, name) for name in ("stage", "precision", "tp", "sp")}
+    state = options.offload or "device"
+    homes = {"state": state, "param": options.offload_params or (state if options.stage == 3 else "device")}
+    shares: dict[str, Any] = {f"{kind}_{home}_fraction": 1.0 for kind, home in homes.items() if home != "device"}
+    if "disk" in homes.values():
+        shares["disk"] = DiskPlan(directory="unused")
+    return Settings(**sizes).plan().but(**shares)
 
 
 def _model(target: str) -> Any:
@@ -85,6 +105,8 @@ def _model(target: str) -> Any:
         if not isinstance(model, torch.nn.Module):
             raise BadInput(f"{target} returned {type(made).__name__}: return a torch.nn.Module")
         return model
+    if os.path.exists(target) and not os.path.isfile(os.path.join(target, "config.json")):
+        raise BadInput(f"{target}: is no folder with a config.json; give one, or FILE_OR_MODULE:FUNCTION")
     if not importlib.util.find_spec("transformers"):
         raise BadInput(f"{target}: a Hugging Face model needs transformers, which is not installed")
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -97,7 +119,12 @@ def _model(target: str) -> Any:
             create = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
             return create(config, dtype=torch.float32)
 
-    return guarded(f"{target} (a folder with config.json, or a cached model of the hub)", build)
+    if os.path.exists(target):
+        return guarded(f"creating the model of {target}", build)
+    try:
+        return build()
+    except OSError:
+        raise BadInput(f"{target}: no such folder, and no cached model of the hub; give one of the two") from None
 
 
 def _table(by_tier: dict[str, dict[str, int]], model: Any) -> str:

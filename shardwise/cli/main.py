@@ -1,7 +1,23 @@
-"""The entry point of the ``shardwise`` command.
+"""Run and inspect sharded training: start ranks, count memory, and convert checkpoints and programs.
 
-Nothing here imports torch, so ``--help`` and errors about arguments are immediate.
+examples:
+  shardwise env
+  shardwise run --nproc 2 train.py
+  shardwise estimate train.py:build --stage 3 --ranks 8
+  shardwise checkpoint inspect runs/step-1000
+
+`shardwise COMMAND --help` prints the options of a command, with examples. Documentation: docs/command-line.md and
+docs/index.md in the source of shardwise.
+
+exit status:
+  0    success
+  1    checkpoint found damage or a difference, or port a missing name
+  2    wrong use, or a file that cannot be read or written
+  130  Ctrl-C (SIGTERM: 143, standard output was closed: 141)
+  run  exits with the status of the first rank that failed
 """
+
+# Nothing here imports torch, so ``--help`` and errors about arguments are immediate.
 
 from __future__ import annotations
 
@@ -9,40 +25,22 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NoReturn
 
 from shardwise import __version__
 from shardwise.cli import checkpoint, env, estimate, port, run, schedule, trace
 from shardwise.cli.errors import BadInput
+from shardwise.cli.parser import OneLineParser, texts
 from shardwise.core.base.validate import printable
 
-NOBODY_READS = 141
+PIPE_CLOSED = 141
 """Exit status after a closed pipe, as for a program that SIGPIPE ends."""
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print ``message`` and exit with 2, as argparse does."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[Any, list[str]]:
-        """Report unknown arguments of a command as its own error, not as that of the parent parser."""
-        result, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return result, unknown
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="shardwise", description="Sharded training for PyTorch; see also COMMAND --help.")
+    about = texts(__doc__)
+    parser = OneLineParser(prog="shardwise", description=about["description"], epilog=about["epilog"])
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
-    formatted: Any = partial(OneLineParser, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=formatted)
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for command in (run, env, estimate, port, trace, schedule, checkpoint):
         command.add_parser(commands)
     return parser
@@ -58,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status, message = _ended(options)
     lost = _written_out()
     if isinstance(lost, BrokenPipeError):  # for example, `| head` has exited
-        return NOBODY_READS
+        return PIPE_CLOSED
     if lost is not None:
         status, message = 2, f"standard output: {lost.strerror or lost}"
     if message:
@@ -73,7 +71,7 @@ def _ended(options: argparse.Namespace) -> tuple[int, str]:
     except BadInput as problem:
         return 2, str(problem)
     except BrokenPipeError:
-        return NOBODY_READS, ""
+        return PIPE_CLOSED, ""
     except OSError as problem:
         named = problem.filename is not None and problem.strerror
         return 2, f"{os.fsdecode(problem.filename)}: {problem.strerror}" if named else str(problem)

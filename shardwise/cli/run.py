@@ -1,9 +1,17 @@
-"""``shardwise run --nproc N script.py ...``: start a script on every rank with torch's elastic launcher.
+"""Start a script on several ranks, with torch's elastic launcher. It exits with the status of the script.
 
-torchrun runs inside this process. It starts every rank in its own session, so Ctrl-C reaches only the launcher, which
-passes the signal on, waits up to 30 seconds for the ranks to end, and then kills them. If the launcher itself is
-killed, the system kills the ranks (:mod:`shardwise.cli.follow`).
+one host:
+  shardwise run --nproc 4 train.py --lr 0.1
+  shardwise run --nproc 4 --as deepspeed train.py --deepspeed_config ds_config.json
+
+two hosts:
+  shardwise run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29500 train.py    (on host0)
+  shardwise run --nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint host0:29500 train.py    (on host1)
 """
+
+# torchrun runs inside this process. It starts every rank in its own session, so Ctrl-C reaches only the launcher, which
+# passes the signal on, waits up to 30 seconds for the ranks to end, and then kills them. If the launcher itself is
+# killed, the system kills the ranks (shardwise.cli.follow).
 
 from __future__ import annotations
 
@@ -25,6 +33,8 @@ from typing import Any
 
 from shardwise.cli.errors import BadInput, option
 from shardwise.cli.follow import command_that_follows
+from shardwise.cli.parser import texts
+from shardwise.compat.import_hooks import REPLACEABLE
 from shardwise.core.base.validate import MOST_RANKS, integer
 
 MOMENT_S = 1.0
@@ -124,44 +134,32 @@ def _run(arguments: Sequence[str], script: Sequence[str]) -> int:
     return 0
 
 
-EXAMPLES = """
-one host:     shardwise run --nproc 4 train.py --lr 0.1
-two hosts:    shardwise run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29500 train.py    (on host0)
-              shardwise run --nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint host0:29500 train.py    (on host1)
-"""
 RESOLVE_S = 10.0
 """Seconds until an unknown host name is an error; name service may be late if hosts start together."""
 
 
 def add_parser(commands: Any) -> None:
     """Add ``run`` to the command's subparsers."""
-    parser = commands.add_parser(
-        "run",
-        help="start a script on several ranks",
-        description="Start a process for each rank, with torch's elastic launcher. Exits with the script's status.",
-        epilog=EXAMPLES,
-        allow_abbrev=False,  # an option of the script must not match a prefix of our options
-    )
-    parser.add_argument(
-        "--nproc", metavar="N", help="ranks on this host: a number, gpu, cpu or auto (default: one for each GPU, or 1)"
-    )
-    parser.add_argument("--nnodes", default="1", metavar="N[:M]", help="number of hosts, or its minimum and maximum")
-    parser.add_argument("--node-rank", type=int, metavar="R", help="index of this host, from 0")
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous endpoint, the same on every host")
-    parser.add_argument("--rdzv-id", metavar="NAME", help="name of the run, if several use one endpoint")
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure"
-    )
-    parser.add_argument(
+    # Not abbreviated: an option of the script must not match a prefix of our options.
+    parser = commands.add_parser("run", allow_abbrev=False, **texts(__doc__))
+    add = parser.add_argument
+    add("--nproc", metavar="N", help="ranks on this host: a number, gpu, cpu or auto (default: one for each GPU, or 1)")
+    add("--max-restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure")
+    add(
         "--as",
         dest="world",
-        metavar="LIBRARY",
-        help="import shardwise in place of LIBRARY (such as deepspeed) in the script and what it imports",
+        choices=REPLACEABLE,
+        help="import shardwise in place of this library, in the script and in what it imports",
     )
-    parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module, as for python -m")
-    parser.add_argument("script", help="a Python file; with -m a module")
-    arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
+    add("script", metavar="SCRIPT", help="a Python file; with -m a module")
+    arguments = add("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script")
     arguments.required = False  # may be empty; the error about a missing script should not mention these arguments
+    add = parser.add_argument_group("several hosts").add_argument
+    add("--nnodes", default="1", metavar="N[:M]", help="number of hosts, or its minimum and maximum")
+    add("--node-rank", type=int, metavar="R", help="index of this host, from 0")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="address and port of the first host, the same on every host")
+    add("--rdzv-id", metavar="NAME", help="name of the run, if several use one endpoint")
     parser.set_defaults(main=main)
 
 
@@ -179,7 +177,8 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
         if options.node_rank >= hosts:
             raise BadInput(f"--node-rank {options.node_rank}: --nnodes {options.nnodes} has hosts 0 to {hosts - 1}")
     if not options.module and not Path(options.script).is_file():
-        raise BadInput(f"{options.script}: no such file; give a Python script (or -m and a module name)")
+        wrong = "is a folder" if Path(options.script).is_dir() else "no such file"
+        raise BadInput(f"{options.script}: {wrong}; give a Python script (or -m and a module name)")
     arguments = [f"--nproc-per-node={ranks}", f"--max-restarts={options.max_restarts}"]
     if options.nnodes == "1" and not options.rdzv_endpoint:
         # By address, because the name of this host, which torch would use, may not be resolvable.
@@ -193,11 +192,6 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
             arguments.append(f"--node-rank={options.node_rank}")
             # The first host opens the rendezvous; torch would guess the host from names.
             arguments.append(f"--rdzv-conf=is_host={int(options.node_rank == 0)}")
-    if options.world:
-        from shardwise.compat.impersonation import REPLACEABLE
-
-        if options.world not in REPLACEABLE:
-            raise BadInput(f"--as {options.world}: give one of {', '.join(REPLACEABLE)}")
     if options.module or options.world:
         arguments.append("--module")
     return arguments

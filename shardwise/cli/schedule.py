@@ -1,4 +1,10 @@
-"""``shardwise schedule``: draw one step of a pipeline and its bubble."""
+"""Draw the schedule of a pipeline and compute its bubble. The picture is one step, with idle time and the number of
+stored activations of each rank.
+
+examples:
+  shardwise schedule --pp 4 --microbatches 8 --style zbv --svg zbv.svg
+  shardwise schedule --pp 4 --microbatches 8 --style interleaved --chunks 2 --times 1 1.2 0.8
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.errors import BadInput, check_writable, writing
+from shardwise.cli.errors import BadInput, check_writable, option, writing
+from shardwise.cli.parser import texts
+from shardwise.core.base.validate import integer
 
 STYLES = ("1f1b", "interleaved", "zbv")
 MOST = 4096
@@ -16,34 +24,24 @@ MOST = 4096
 MOST_TIMES = 1000.0
 """Largest ratio of times: the shortest time is one column of the text."""
 
-EXAMPLES = """
-  shardwise schedule --pp 4 --microbatches 8 --style zbv --svg zbv.svg
-  shardwise schedule --pp 4 --microbatches 8 --style interleaved --chunks 2 --times 1 1.2 0.8
-"""
-
 
 def add_parser(commands: Any) -> None:
     """Add ``schedule`` to the command's subparsers."""
-    parser = commands.add_parser(
-        "schedule",
-        help="draw the schedule of a pipeline and compute its bubble",
-        description="Draw one step of a pipeline, with the idle time and the stored activations of each rank.",
-        epilog=EXAMPLES,
-    )
+    parser = commands.add_parser("schedule", **texts(__doc__))
     add = parser.add_argument
-    add("--pp", type=int, required=True, metavar="RANKS", help="number of pipeline ranks")
-    add("--microbatches", type=int, required=True, metavar="NUMBER", help="micro-batches in a step")
-    add("--style", choices=STYLES, default="1f1b", help="schedule (default 1f1b); zbv is zero bubble")
-    add("--chunks", type=int, metavar="NUMBER", help="stages of each rank (default: 1 for 1f1b, otherwise 2)")
+    add("--pp", type=int, required=True, metavar="N", help="number of pipeline ranks")
+    add("--microbatches", type=int, required=True, metavar="N", help="number of micro-batches in a step")
+    add("--style", choices=STYLES, default="1f1b", help="schedule; zbv is zero bubble")
+    add("--chunks", type=int, metavar="N", help="number of stages of each rank (default: 1 for 1f1b, otherwise 2)")
     add(
         "--times",
         type=float,
         nargs=3,
-        default=(1.0, 1.0, 1.0),
+        default=(1, 1, 1),
         metavar=("F", "B", "W"),
-        help="relative times of forward, gradient of the input, gradient of the weights (default 1 1 1)",
+        help="relative times of forward, gradient of the input, gradient of the weights (default: 1 1 1)",
     )
-    add("--width", type=int, default=160, metavar="COLUMNS", help="width of the text (default 160)")
+    add("--width", type=int, default=160, metavar="COLUMNS", help="width of the text")
     add("--svg", type=Path, metavar="FILE", help="also write the picture as SVG")
     parser.set_defaults(main=main)
 
@@ -51,9 +49,9 @@ def add_parser(commands: Any) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print and write; return 0, or 2 for bad input."""
     chunks = options.chunks if options.chunks is not None else (1 if options.style == "1f1b" else 2)
-    for name, value in (("--pp", options.pp), ("--microbatches", options.microbatches), ("--chunks", chunks)):
-        if value < 1:
-            raise BadInput(f"{name} {value}: give a number of at least 1")
+    numbers = {"--pp": options.pp, "--microbatches": options.microbatches, "--chunks": chunks, "--width": options.width}
+    for name, value in numbers.items():
+        option(name, integer, value, 1)
     if options.pp * chunks * options.microbatches > MOST:
         raise BadInput(
             f"--pp {options.pp} --chunks {chunks} --microbatches {options.microbatches}: a picture shows at most "
@@ -69,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         schedule = make_schedule(options.style, options.pp, chunks, options.microbatches)
     except ValueError as problem:
-        raise BadInput(f"--style {options.style} --chunks {chunks}: {problem}") from None
+        raise BadInput(f"--chunks {chunks}: {str(problem).replace('schedule=', '--style ')}") from None
     if path is not None:
         with writing(path):
             path.write_text(draw_schedule(schedule, times))

@@ -1,4 +1,14 @@
-"""``shardwise trace``: draw the memory of one training step of a model."""
+"""Run one training step of a model and draw its memory. The picture shows model data, activations and the peak.
+
+FUNCTION takes no arguments and returns a model, (model, batch) or (model, batch, loss). The batch is a tensor, a tuple
+of arguments or a dict of keyword arguments; loss(model, batch) returns the scalar loss. With --device meta nothing is
+allocated or computed. --stats draws a trace that --json or MemStats.save has saved.
+
+examples:
+  shardwise trace train.py:build --batch first_batch --optimizer AdamW --capacity 24GiB
+  shardwise trace package.models:tiny --device meta --json stats.json
+  shardwise trace --stats stats.json --out trace.svg
+"""
 
 from __future__ import annotations
 
@@ -15,38 +25,25 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cli.errors import BadInput, check_writable, writing
+from shardwise.cli.parser import texts
 
 if TYPE_CHECKING:
     from shardwise.core.memory.trace.stats import MemStats
 
 T = TypeVar("T")
 
-EXAMPLES = """
-FUNCTION takes no arguments and returns a model, (model, batch) or (model, batch, loss). The batch is a tensor, a tuple
-of arguments or a dict of keyword arguments; loss(model, batch) returns the scalar loss.
-
-  shardwise trace train.py:build --batch first_batch --optimizer AdamW --capacity 24GiB
-  shardwise trace package.models:tiny --device meta        (allocates and computes nothing)
-  shardwise trace --stats stats.json --out trace.svg       (a trace saved by --json or MemStats.save)
-"""
-
 
 def add_parser(commands: Any) -> None:
     """Add ``trace`` to the command's subparsers."""
-    parser = commands.add_parser(
-        "trace",
-        help="run one training step of a model and draw its memory",
-        description="Run one training step of a model and draw its memory: model data, activations and the peak.",
-        epilog=EXAMPLES,
-    )
+    parser = commands.add_parser("trace", **texts(__doc__))
     add = parser.add_argument
-    add("target", nargs="?", metavar="FILE_OR_MODULE:FUNCTION", help="function that returns the model; see below")
+    add("target", nargs="?", metavar="FILE_OR_MODULE:FUNCTION", help="function that returns the model, see below")
     add("--batch", metavar="FUNCTION", help="function in the same module that returns the batch")
-    add("--optimizer", metavar="NAME", help="optimizer of torch.optim to step, such as AdamW; default: none")
-    add("--device", help="cpu, cuda, cuda:1 or meta; default: the device of the model")
-    add("--capacity", metavar="SIZE", help="memory of the device, such as 24GiB; default: that of the GPU")
+    add("--optimizer", metavar="NAME", help="optimizer of torch.optim to step, such as AdamW (default: none)")
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:1 or meta (default: the device of the model)")
+    add("--capacity", metavar="SIZE", help="memory of the device, such as 24GiB (default: that of the GPU)")
     add("--stats", type=Path, metavar="FILE", help="draw this saved trace instead of running a step")
-    add("--out", type=Path, default=Path("trace.svg"), metavar="FILE", help="path of the picture (default trace.svg)")
+    add("--out", type=Path, default=Path("trace.svg"), metavar="FILE", help="path of the picture, as SVG")
     add("--json", type=Path, metavar="FILE", help="save the trace as JSON, for --stats")
     add("--dump", type=Path, metavar="FILE", help="save the trace as a text table")
     add("--quiet", action="store_true", help="print one line, without the picture in text")
@@ -94,7 +91,7 @@ def _saved(options: argparse.Namespace, capacity: int | None) -> MemStats:
 
 def _show(options: argparse.Namespace, stats: MemStats) -> None:
     from shardwise.core.base.sizes import size_text
-    from shardwise.core.memory.trace.picture import draw, dump_memory_stats, printable, timeline_text
+    from shardwise.core.memory.trace.picture import draw, dump_memory_stats, shortened, timeline_text
 
     title = options.target or options.stats.name
     with writing(options.out):
@@ -109,7 +106,7 @@ def _show(options: argparse.Namespace, stats: MemStats) -> None:
         encoding = (sys.stdout.encoding or "").lower().replace("-", "")
         print(timeline_text(stats, ascii_only=not encoding.startswith("utf")), end="")
     peak = stats.moments[stats.peak_index] if stats.moments else None
-    where = f" at {printable(peak.name)} ({peak.phase})" if peak else ""
+    where = f" at {shortened(peak.name)} ({peak.phase})" if peak else ""
     capacity = f" of {size_text(stats.capacity_bytes)}" if stats.capacity_bytes is not None else ""
     print(f"peak {size_text(stats.peak_bytes)}{capacity}{where}; picture in {options.out}")
 
@@ -118,7 +115,7 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
     import torch
     from torch import nn
 
-    from shardwise.core.memory.trace.tracing import trace_memory
+    from shardwise.core.memory.trace.standalone import trace_memory
 
     source, function = split_target(options.target)
     module = load_module(source)
@@ -142,7 +139,7 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
         try:
             model, batch = model.to(device), _move(batch, device)
         except (RuntimeError, AssertionError) as problem:
-            raise BadInput(f"--device {options.device}: {str(problem).splitlines()[0]}") from None
+            raise BadInput(f"--device {options.device}: {str(problem).splitlines()[0]}; use cpu or meta") from None
     optimizer = make_optimizer(options.optimizer, model) if options.optimizer is not None else None
     return guarded(
         f"the step of {options.target}",
@@ -210,8 +207,9 @@ def guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:
     except through:
         raise
     except Exception as problem:
-        frames = traceback.extract_tb(problem.__traceback__)
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        last = traceback.extract_tb(problem.__traceback__)[-1]
+        # For a file that cannot be read or compiled it is in Python's import system, and the message names the file.
+        where = "" if last.filename.startswith("<frozen") else f" ({last.filename}:{last.lineno})"
         message = (str(problem).splitlines() or [""])[0]
         raise BadInput(f"{what} raised {type(problem).__name__}: {message}{where}") from problem
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from shardwise.core.base.validate import integer
 
-__all__ = ["PipelineGraph"]
-
 
 class PipelineGraph:
     """The arguments of a zero-bubble schedule, which HybridParallelPlugin's ``"zbv"`` does not need.

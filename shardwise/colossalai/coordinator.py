@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from shardwise.core.mesh.launch import read_variable
 
-__all__ = ["DistCoordinator"]
-
 
 class DistCoordinator:
     """Rank and size of the process groups, read from ``torch.distributed`` at each use.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.compat.published import names_of
+from shardwise.compat.arguments import names_of
 from shardwise.core.base.validate import check_type, did_you_mean
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
@@ -21,8 +21,6 @@ from shardwise.core.optim import HybridAdam
 from shardwise.plan.scaler_arguments import PublishedDefault
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.zero.fronts import ModelFront, OptimizerFront
-
-__all__ = ["PRECISIONS", "GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer", "check_groups"]
 
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -110,8 +108,7 @@ class GeminiDDP(ModelFront):
                 "gathered, after every pass"
             )
         arguments = {name: values[name] for name in set(names_of(GeminiPlugin)) & values.keys() - {"chunk_init_device"}}
-        own: dict[str, Any] = self.__dict__
-        own["plugin"] = GeminiPlugin(
+        self.plugin = GeminiPlugin(
             **arguments,
             precision=PRECISIONS[mixed_precision],
             extra_dp_size=check_groups(zero_group, extra_dp_group),
@@ -133,9 +130,9 @@ class GeminiDDP(ModelFront):
         plugin = dataclasses.replace(self.plugin, **arguments)
         self._drop_session()
         vars(plugin)["_mesh"] = self.plugin.mesh()
-        self.__dict__["plugin"] = plugin
+        self.plugin = plugin
         boosted, inner = plugin.configure(self.module, optimizer)
-        self.__dict__["_session"] = plugin.session(boosted)
+        self._session = plugin.session(boosted)
         assert isinstance(inner, ShardedOptimizer)
         return inner
 

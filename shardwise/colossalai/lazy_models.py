@@ -12,8 +12,6 @@ from shardwise.core.base.validate import refuse
 from shardwise.core.deferred import deferred_init
 from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
 
-__all__ = ["LazyInitContext"]
-
 
 class LazyInitContext:
     """Build modules without memory for their parameters inside.

@@ -10,11 +10,8 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
-__all__ = ["DistributedLogger", "disable_existing_loggers", "get_dist_logger"]
-
 NAME = "shardwise.colossalai"
 FORM = logging.Formatter("%(name)s - %(levelname)s: %(filename)s:%(lineno)d %(funcName)s: %(message)s")
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class _Printer(logging.Handler):
@@ -58,9 +55,9 @@ class DistributedLogger:
         """Do not log messages below ``level``.
 
         Raises:
-            ValueError: it is not one of ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``.
+            ValueError: it is not the name of a level: ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``.
         """
-        self._logger.setLevel(_checked(level))
+        self._logger.setLevel(level)
 
     def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
         """Also write to ``path/rank_<rank>.log``, or ``path/rank_<rank>_<suffix>.log``.
@@ -74,7 +71,7 @@ class DistributedLogger:
         Path(path).mkdir(parents=True, exist_ok=True)
         end = f"_{suffix}" if suffix is not None else ""
         handler = logging.FileHandler(Path(path) / f"rank_{self.rank}{end}.log", mode)
-        handler.setLevel(_checked(level))
+        handler.setLevel(level)
         handler.setFormatter(FORM)
         self._logger.addHandler(handler)
 
@@ -97,12 +94,6 @@ class DistributedLogger:
     def _log(self, level: int, message: str, ranks: Sequence[int] | None) -> None:
         if ranks is None or self.rank in ranks:
             self._logger.log(level, "%s", message, stacklevel=3)
-
-
-def _checked(level: str) -> int:
-    if level not in LEVELS:
-        raise ValueError(f"level={level!r}: give one of {', '.join(map(repr, LEVELS))}")
-    return int(getattr(logging, level))
 
 
 def get_dist_logger(name: str = NAME) -> DistributedLogger:

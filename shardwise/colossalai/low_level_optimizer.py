@@ -13,24 +13,14 @@ from torch import nn
 
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOptimizer, check_groups
-from shardwise.compat.published import picked
+from shardwise.compat.arguments import picked
 from shardwise.core.base.validate import check_type, refuse
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan.scaler_arguments import ScalerArguments
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.zero.fronts import OptimizerFront
 
-__all__ = ["LowLevelZeroOptimizer", "zero_model_wrapper", "zero_optim_wrapper"]
-
 STAGE = "_colo_zero_stage"  # the published name
-
-
-class _ParameterHolder(nn.Module):
-    """A module that holds the parameters of an optimizer and is never called; they stay replicated."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(parameters)
 
 
 class LowLevelZeroOptimizer(OptimizerFront):
@@ -110,7 +100,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
             extra_dp_size=check_groups(dp_process_group, extra_dp_group),
             **{name: value for name, value in arguments.items() if name in names},
         )
-        boosted, inner = plugin.configure(_ParameterHolder(parameters), optimizer)
+        boosted, inner = plugin.configure(nn.ParameterList(parameters), optimizer)
         assert isinstance(inner, ShardedOptimizer)
         super().__init__(inner)
         self.session: Session = plugin.session(boosted)

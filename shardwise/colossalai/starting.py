@@ -1,4 +1,4 @@
-"""``launch`` and related functions: the process group, random seeds and the rank's device."""
+"""``launch`` and related functions: the process group and random seeds."""
 
 from __future__ import annotations
 
@@ -9,19 +9,8 @@ import numpy as np
 import torch
 
 from shardwise.colossalai.loggers import get_dist_logger
-from shardwise.core.base.device import Accelerator
 from shardwise.core.base.validate import check_type
-from shardwise.core.mesh.launch import default_device, init_distributed, launched_as, own_device, read_variable
-
-__all__ = [
-    "get_accelerator",
-    "get_current_device",
-    "launch",
-    "launch_from_openmpi",
-    "launch_from_slurm",
-    "launch_from_torch",
-    "set_seed",
-]
+from shardwise.core.mesh.launch import init_distributed, launched_as, read_variable
 
 
 def set_seed(seed: int) -> None:
@@ -34,16 +23,6 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def get_accelerator() -> Accelerator:
-    """Return the interface to the device of this process: its own GPU if there is one, else the CPU."""
-    return Accelerator(own_device(default_device()))
-
-
-def get_current_device() -> torch.device:
-    """Return this process's GPU, or the CPU."""
-    return get_accelerator().get_current_device()
 
 
 def launch(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.booster import interface
+from shardwise.booster import wrappers
 from shardwise.colossalai.gemini_models import GeminiDDP
 from shardwise.session import ShardedModule, ShardedOptimizer
 from shardwise.zero.fronts import OptimizerFront
-
-__all__ = ["ModelWrapper", "OptimizerWrapper"]
 
 
 class _Widened(type):
@@ -19,13 +17,13 @@ class _Widened(type):
         return super().__instancecheck__(instance) or ("also" in vars(cls) and isinstance(instance, cls.also))
 
 
-class ModelWrapper(interface.ModelWrapper, metaclass=_Widened):
+class ModelWrapper(wrappers.ModelWrapper, metaclass=_Widened):
     """A wrapper of ``module``; every boosted model is an instance, too."""
 
-    also = (ShardedModule, interface.ModelWrapper, GeminiDDP)
+    also = (ShardedModule, wrappers.ModelWrapper, GeminiDDP)
 
 
-class OptimizerWrapper(interface.OptimizerWrapper, metaclass=_Widened):
+class OptimizerWrapper(wrappers.OptimizerWrapper, metaclass=_Widened):
     """A wrapper of ``optim``; every boosted optimizer is an instance, too."""
 
-    also = (ShardedOptimizer, interface.OptimizerWrapper, OptimizerFront)
+    also = (ShardedOptimizer, wrappers.OptimizerWrapper, OptimizerFront)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from shardwise.compat.table import ANY_NAME, Alias, AliasTable, Unsupported
 
-__all__ = ["Finding", "findings", "markdown", "rewritten"]
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -123,11 +121,11 @@ class _Reader(ast.NodeVisitor):
         module, name = _split(table, below)
         shown = table.full_name(module, name)
         entry = table.find(module, name)
-        for verdict, arguments in (("ignored", table.ignored), ("missing", table.refused)):
-            for place, reasons in arguments.items():  # for every module that has the name
-                path, _, other = place.partition(":")
-                if argument in reasons and other == name and table.find(path, other) == entry:
-                    self._add(f"{shown}({argument}=)", verdict, reasons[argument], value.lineno)
+        for place, arguments in table.arguments.items():  # for every module that has the name
+            path, _, other = place.partition(":")
+            if argument in arguments and other == name and table.find(path, other) == entry:
+                section, text = arguments[argument]
+                self._add(f"{shown}({argument}=)", "missing" if section == "refused" else section, text, value.lineno)
         constants = [each.value for each in ast.walk(value) if isinstance(each, ast.Constant)]
         for known, entry_of in table.values.get(f"{module}:{name}({argument}=)", {}).items():
             if (known in constants or (known == "*" and constants != [None])) and entry_of.unless not in self.imported:
@@ -266,10 +264,9 @@ def _differs(table: AliasTable) -> Iterator[str]:
     for path, name, entry in table.entries():
         if isinstance(entry, Alias) and entry.note:
             yield f"`{table.full_name(path, name)}` | {entry.note}"
-    for verdict, arguments in (("ignored", table.ignored), ("refused", table.refused)):
-        for place, reasons in arguments.items():
-            for argument, reason in reasons.items():
-                yield f"`{table.full_name(*place.split(':'))}({argument}=)` | {verdict}: {reason}"
+    for place, arguments in table.arguments.items():
+        for argument, (section, text) in arguments.items():
+            yield f"`{table.full_name(*place.split(':'))}({argument}=)` | {section}: {text}"
     for place, values in table.values.items():
         start = table.full_name(*place.removesuffix(")").split(":"))
         for value, entry_of in values.items():

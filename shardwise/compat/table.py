@@ -23,8 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ANY_NAME", "HOMES", "Alias", "AliasTable", "Unsupported", "alias_table", "alias_tables", "parse_table"]
-
 ANY_NAME = "*"
 """The entry that stands for all other names of a module."""
 HOMES: Mapping[str, str] = {
@@ -84,8 +82,8 @@ class AliasTable:
         home: our package that replaces it, such as ``"shardwise.colossalai"``.
         version: the release that has these names.
         names: the names of each module, which is a path below ``foreign`` (the empty text is the top).
-        ignored: by ``"module:name"``, the arguments without effect, each with the reason.
-        refused: by ``"module:name"``, the unsupported arguments, each with what to do instead.
+        arguments: by ``"module:name"``, the arguments that are ``"ignored"``, with the reason, or ``"refused"``, with
+            what to do instead.
         values: by ``"module:name(argument=)"``, what to write instead of a value.
         also: further dotted names of objects below ``foreign``, such as those of a package that exports them again.
         partial: the foreign library stays installed, and names that are not in the table are its own. Otherwise a name
@@ -96,8 +94,7 @@ class AliasTable:
     home: str
     version: str
     names: Mapping[str, Mapping[str, Entry]]
-    ignored: Mapping[str, Mapping[str, str]]
-    refused: Mapping[str, Mapping[str, str]]
+    arguments: Mapping[str, Mapping[str, tuple[str, str]]]
     values: Mapping[str, Mapping[str, Value]]
     also: Mapping[str, str]
     partial: bool
@@ -155,10 +152,10 @@ def parse_table(foreign: str, home: str, text: str) -> AliasTable:
         names.setdefault(path, {})[name] = Alias(module, other or name, notes.get((path, name), ""))
     for instead, path, name in _rows(table, "absent"):
         names.setdefault(path, {})[name] = Unsupported(instead)
-    reasons: dict[str, dict[str, dict[str, str]]] = {"ignored": {}, "refused": {}}
-    for section, arguments in reasons.items():
+    arguments: dict[str, dict[str, tuple[str, str]]] = {}
+    for section in ("ignored", "refused"):
         for reason, place, argument in _rows(table, section):
-            arguments.setdefault(place, {})[argument] = reason
+            arguments.setdefault(place, {})[argument] = section, reason
     values: dict[str, dict[str, Value]] = {}
     unless = {instead: rows.pop("unless", "") for instead, rows in table.get("values", {}).items()}
     for instead, place, value in _rows(table, "values"):
@@ -173,10 +170,10 @@ def parse_table(foreign: str, home: str, text: str) -> AliasTable:
         home=home,
         version=table["version"],
         names=names,
+        arguments=arguments,
         values=values,
         also=also,
         partial=table.get("partial", False),
-        **reasons,
     )
 
 

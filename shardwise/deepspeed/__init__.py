@@ -10,9 +10,8 @@ from shardwise.deepspeed import checkpointing, zero
 from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import Report
 from shardwise.deepspeed.engine import DeepSpeedEngine
-from shardwise.deepspeed.entry import add_config_arguments, initialize
+from shardwise.deepspeed.initialization import add_config_arguments, initialize
 from shardwise.deepspeed.plan import to_plan
-from shardwise.deepspeed.version import __version__
 
 __all__ = [
     "DeepSpeedEngine",
@@ -26,4 +25,9 @@ __all__ = [
     "zero",
 ]
 
-__getattr__ = install_aliases(alias_table("deepspeed"))
+_NAMES = alias_table("deepspeed")
+__version__ = version = _NAMES.version
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+"""A file of variables that DeepSpeed's launcher reads."""
+__getattr__ = install_aliases(_NAMES)

@@ -19,8 +19,6 @@ from shardwise.core.mesh import LaunchFacts
 from shardwise.core.mesh import init_distributed as join
 from shardwise.deepspeed.hardware import get_accelerator
 
-__all__ = ["init_distributed"]
-
 DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(minutes=10)
 Group = ProcessGroup | None

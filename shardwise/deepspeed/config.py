@@ -15,10 +15,7 @@ import torch
 
 from shardwise.core.base.validate import short_repr
 from shardwise.core.base.warnings import warn_user
-from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
-
-__all__ = ["AssertedError", "Batch", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
-
+from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, NAMES_ELSEWHERE, ConfigBlock, Key, known_names
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 AUTO = "auto"
@@ -131,7 +128,7 @@ def load_config(config: Source) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path}: its blocks are nested too deeply to be read") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} holds {type(tree).__name__}; a JSON object is expected")
+        raise ValueError(f"{path} holds a {type(tree).__name__}; give a file with one JSON object, {{...}}")
     return tree
 
 
@@ -268,7 +265,7 @@ class _Reader:
         if canonical == "zero_optimization.stage" and value > 3:
             raise ValueError(f"zero_optimization.stage={value}: give 0, 1, 2 or 3")
         if canonical.endswith("offload_optimizer.ratio") and value > 1:
-            raise ValueError(f"{path}={value}: give a share in [0, 1]")
+            raise ValueError(f"{path}={value}: give a fraction in [0, 1]")
 
     def _parameters(self, path: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -297,18 +294,6 @@ def _is_on(value: Any, off: Any = None) -> bool:
     if isinstance(value, str):
         return value.lower() not in ("", AUTO, "false")
     return value if isinstance(value, bool) else value not in (None, 0, off, [], {})
-
-
-NAMES_ELSEWHERE = {
-    **dict.fromkeys(("max_grad_norm", "max_norm", "clip_grad_norm", "gradient_clip_val"), "gradient_clipping"),
-    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "train_micro_batch_size_per_gpu"),
-    **dict.fromkeys(("global_batch_size", "batch_size"), "train_batch_size"),
-    "accumulate_grad_batches": "gradient_accumulation_steps",
-    "initial_scale": "fp16.initial_scale_power",
-    **dict.fromkeys(("lr", "learning_rate"), "optimizer.params.lr"),
-    **{name: f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay", "momentum")},
-}
-"""Keys by the names of other libraries' options: transformers, accelerate, Lightning, Megatron, ColossalAI."""
 
 
 def _unknown(path: str, value: Any, section: str, names: Iterable[str]) -> str:

@@ -11,15 +11,6 @@ from shardwise.deepspeed.groups import data_parallel_group
 from shardwise.deepspeed.plan import data_ranks
 from shardwise.deepspeed.schema import ALIASES, SECTIONS
 
-__all__ = [
-    "DeepSpeedConfig",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-    "Section",
-    "ZeroStageEnum",
-    "required_batch",
-]
-
 
 class ZeroStageEnum(IntEnum):
     """Names of the ZeRO stages."""

@@ -11,60 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from shardwise.core.base.attributes import ModeOfModule, attribute_of
 from shardwise.core.base.interrupts import deferred_interrupts
+from shardwise.core.base.module_wrapper import ModeOfModule, attribute_of
 from shardwise.core.base.validate import as_mapping, check_tensor, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
+from shardwise.deepspeed.backward_passes import PassesApart, scaled_passes, take_passes_of_module, watched_step
+from shardwise.deepspeed.checkpoint_engine import Saving
 from shardwise.deepspeed.config import AssertedError, Batch, Report, Settings
 from shardwise.deepspeed.config_object import OffloadDeviceEnum, OffloadStateTypeEnum, Section
 from shardwise.deepspeed.groups import get_sequence_parallel_group
 from shardwise.deepspeed.logs import LOG
 from shardwise.deepspeed.monitors import Monitor
-from shardwise.deepspeed.saving import Saving
-from shardwise.deepspeed.schema import KEYS, SECTIONS
-from shardwise.deepspeed.stepping import PassesApart, scaled_passes, take_passes_of_module, watched_step
+from shardwise.deepspeed.schema import ABSENT, GETTER_PREFIXES, GETTERS, KEYS, SECTIONS
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.session import Session
-
-__all__ = ["ABSENT", "DeepSpeedEngine", "getter"]
-
-_REDUCED = "gradients are reduced inside backward passes; use torch.distributed for tensors of your own"
-ABSENT = {
-    **dict.fromkeys(("allreduce_bucket", "allreduce_and_copy", "buffered_allreduce_fallback"), _REDUCED),
-    **dict.fromkeys(("timers", "engine_timers", "flops_profiler"), "use torch.profiler"),
-    "_config": "engine.settings is what was configured, and optimizer.clip_grad the norm that steps clip to",
-    "clip_fp32_gradients": "step() clips to gradient_clipping; optimizer.clip_grad_by_norm(norm) does it before",
-    "set_data_post_process_func": "give initialize a collate_fn",
-    "load_moe_state_dict": "there are no experts on ranks of their own here; load_checkpoint reads whole models",
-}
-"""Attributes of DeepSpeed's engine that this one does not have, with the advice that the error gives."""
-
-_GETTERS = {
-    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
-    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
-    "loss_scale": "fp16.loss_scale",
-    "optimizer_params": "optimizer.params",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
-    "steps_per_print": "steps_per_print",
-    "zero_optimization_stage": "zero_optimization.stage",
-}
-_PREFIXES = {
-    "zero_": ("zero_optimization.", "zero_optimization.stage3_", "zero_optimization.zero_", "zero_"),
-    "mics_": ("zero_optimization.mics_",),
-    "fp16_": ("fp16.", "fp16.fp16_"),
-    "bfloat16_": ("bf16.",),
-    "bf16_": ("bf16.bf16_",),
-    "torch_autocast_": ("torch_autocast.",),
-}
-"""By the prefix of a getter's name: possible prefixes of its key."""
 
 
 def getter(settings: Settings, name: str) -> Callable[[], Any] | None:
     """Return DeepSpeed's getter ``name`` of a configured value, or ``None`` if no key has that name."""
-    paths = [_GETTERS[name]] if name in _GETTERS else []
-    for prefix, starts in _PREFIXES.items():
+    paths = [GETTERS[name]] if name in GETTERS else []
+    for prefix, starts in GETTER_PREFIXES.items():
         if name.startswith(prefix):
             paths += [f"{start}{name.removeprefix(prefix)}" for start in starts]
     for path in paths:
@@ -236,7 +203,7 @@ class DeepSpeedEngine(ModeOfModule):
         Args:
             bucket_size: no effect.
         """
-        self.session.passes.reduce_rest()
+        self.session.passes.reduce_unreduced()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Return a context whose passes are reduced together at its end; stages 2 and 3 still reduce each pass."""

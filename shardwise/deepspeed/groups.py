@@ -25,18 +25,6 @@ from shardwise.deepspeed.collectives import (
 from shardwise.plan import Plan
 from shardwise.session import Session
 
-__all__ = [
-    "MARK",
-    "data_parallel_group",
-    "get_data_parallel_group",
-    "get_model_parallel_group",
-    "groups_of",
-    "marking",
-    "mesh_of",
-    "remember_groups",
-]
-
-
 MARK = "ds_process_group"  # the published name
 DATA = "get_data_parallel_group"
 MODEL = ("get_model_parallel_group", "get_tensor_model_parallel_group")

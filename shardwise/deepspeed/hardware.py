@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.device import allocator_bytes, make_current, memory_facts, synchronize, visible_gpus
+from shardwise.core.base.device import allocator_bytes, make_current, process_memory, synchronize, visible_gpus
 from shardwise.core.mesh import LaunchFacts, default_device
 
 __all__ = ["Accelerator", "get_accelerator", "see_memory_usage"]
@@ -60,7 +60,8 @@ class Accelerator:
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for the work on the device."""
-        synchronize(self._device if device_index is None else torch.device(self.device_name(device_index)))
+        device = self._device if device_index is None else torch.device(self.device_name(device_index))
+        synchronize(device)
 
     def communication_backend_name(self) -> str:
         """Return the backend of ``torch.distributed``."""
@@ -74,11 +75,11 @@ class Accelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Return the bytes allocated on this rank's device; on a CPU the memory of this process."""
-        return memory_facts().rss_bytes if self._device.type == "cpu" else allocator_bytes(self._device)[0]
+        return process_memory()[0] if self._device.type == "cpu" else allocator_bytes(self._device)[0]
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """Return the maximum of :meth:`memory_allocated` so far."""
-        return memory_facts().peak_rss_bytes if self._device.type == "cpu" else allocator_bytes(self._device)[1]
+        return process_memory()[1] if self._device.type == "cpu" else allocator_bytes(self._device)[1]
 
     def empty_cache(self) -> None:
         """Do nothing: freed blocks are reused."""

@@ -13,16 +13,6 @@ from torch import nn
 
 from shardwise.core.base.validate import class_name
 
-__all__ = [
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-]
-
 FLAG = "_z3_leaf"
 """DeepSpeed's attribute of a leaf module."""
 Classes = Sequence[type[nn.Module] | str]

@@ -9,8 +9,6 @@ from typing import Any
 
 from shardwise.deepspeed.collectives import get_rank
 
-__all__ = ["LOG", "known_level", "log_dist", "set_level"]
-
 
 class _Printer(logging.Handler):
     """A handler that writes to the current ``sys.stdout``."""
@@ -19,15 +17,10 @@ class _Printer(logging.Handler):
         print(self.format(record), flush=True)
 
 
-def _make() -> logging.Logger:
-    logger = logging.getLogger("shardwise.deepspeed")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(_Printer())
-    return logger
-
-
-LOG = _make()
+LOG = logging.getLogger("shardwise.deepspeed")
+LOG.setLevel(logging.INFO)
+LOG.propagate = False
+LOG.addHandler(_Printer())
 
 
 def known_level(level: int | str) -> int:

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from shardwise.deepspeed.config import Settings
 from shardwise.metrics import Writer, require_package, tensorboard, wandb
 
-__all__ = ["Event", "Monitor"]
-
 Event = tuple[str, Any, int]
 """Name (``"Train/Samples/lr"``), value, and number of samples so far."""
 PACKAGES = {"csv_monitor": None, "tensorboard": "tensorboard", "wandb": "wandb"}

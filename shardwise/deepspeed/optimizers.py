@@ -22,20 +22,6 @@ from shardwise.session import ShardedOptimizer
 if TYPE_CHECKING:
     from shardwise.deepspeed.engine import DeepSpeedEngine
 
-__all__ = [
-    "DeepSpeedCPUAdagrad",
-    "DeepSpeedCPUAdam",
-    "DeepSpeedCPULion",
-    "DeepSpeedOptimizer",
-    "FusedAdam",
-    "FusedLamb",
-    "FusedLion",
-    "give_names",
-    "make_optimizer",
-    "wide_states",
-]
-
-
 _UNAVAILABLE = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.core.base.validate import MOST_NUMEL, MOST_SCALE
 from shardwise.deepspeed.config import Report, Settings, Source, batch_of, read_config
+from shardwise.deepspeed.schema import KEYS
 from shardwise.plan import (
     ByNumel,
     ByTensor,
@@ -25,25 +26,8 @@ from shardwise.plan import (
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.plan.scaler_arguments import TORCH_SCALER
 
-__all__ = ["data_parallel", "data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
-
 ZERO, PARAM, OPTIM = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 LEAVES = tuple(f"{ZERO}.leaf_module.{name}" for name in ("classes", "names", "name_suffixes"))
-STAGE_3 = LEAVES + tuple(
-    f"{ZERO}.{name}"
-    for name in (
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_model_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "zero_hpz_partition_size",
-        "mics_shard_size",
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_gradients",
-    )
-)
 QUANTIZED = f"{ZERO}.zero_quantized_weights", f"{ZERO}.zero_quantized_gradients"
 FROZEN = f"{ZERO}.zero_quantized_nontrainable_weights"
 TENSOR_SIZES = "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"
@@ -144,7 +128,7 @@ def _report_ignored(s: Settings) -> None:
 
     stage = s.stage
     if stage < 3:
-        ignore(STAGE_3, f"it is for stage 3, and this is stage {stage}")
+        ignore([p for p in s.values if KEYS[p].stage > stage], f"it is for stage 3, and this is stage {stage}")
         ignore(
             [p for p in s.values if p.startswith(PARAM)], f"parameters leave the device at stage 3 only, not {stage}"
         )

@@ -18,16 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.core.base.validate import did_you_mean, number
 from shardwise.core.base.warnings import warn_user
 
-__all__ = [
-    "VALID_LR_SCHEDULES",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "make_schedule",
-]
-
 
 def _each(optimizer: torch.optim.Optimizer, value: Any, name: str, within: str = "[0, inf)") -> list[float]:
     """Return one number for each param group."""

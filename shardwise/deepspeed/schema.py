@@ -14,8 +14,6 @@ from typing import Any, Literal
 from shardwise.core.base.validate import MOST_COUNT, MOST_NUMEL, MOST_SCALE
 from shardwise.plan.tiers import MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS
 
-__all__ = ["ALIASES", "BLOCKS", "KEYS", "SECTIONS", "ConfigBlock", "Key", "known_names"]
-
 Kind = Literal["int", "float", "bool", "text", "map", "list", "dtype"]
 Role = Literal["used", "ignored", "refused"]
 
@@ -32,6 +30,7 @@ class Key:
         exact: values that ask for the default behaviour, so that the key is neither reported nor refused.
         minimum: smallest accepted number.
         choices: accepted strings.
+        stage: the first ZeRO stage at which the key has an effect.
         maximum: largest accepted number. Thresholds and limits may be larger than any model.
     """
 
@@ -42,6 +41,7 @@ class Key:
     exact: tuple[Any, ...] = ()
     minimum: float | None = None
     choices: tuple[str, ...] = ()
+    stage: int = 0
     maximum: float = 2.0**63
 
 
@@ -104,6 +104,14 @@ KEYS: dict[str, Key] = {
 ALIASES: dict[str, str] = _TABLE["aliases"]
 """Other names of keys and sections: short names, and names of earlier releases."""
 BLOCKS: dict[str, ConfigBlock] = {name: _block(entry) for name, entry in _TABLE["blocks"].items()}
+NAMES_ELSEWHERE: dict[str, str] = {name: key for key, names in _TABLE["elsewhere"].items() for name in names}
+"""Keys by the names of other libraries' options."""
+GETTERS: dict[str, str] = _TABLE["getters"]
+"""Keys by the names of methods of DeepSpeed's engine."""
+GETTER_PREFIXES: dict[str, list[str]] = _TABLE["getter_prefixes"]
+"""By the prefix of a getter's name: possible prefixes of its key."""
+ABSENT: dict[str, str] = {name: advice for advice, names in _TABLE["absent"].items() for name in names}
+"""Attributes of DeepSpeed's engine that ours does not have, with the advice that the error gives."""
 
 
 def known_names(section: str) -> list[str]:

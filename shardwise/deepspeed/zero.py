@@ -22,7 +22,7 @@ from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import load_config, read_config
 from shardwise.deepspeed.groups import MARK, marking
 from shardwise.deepspeed.groups import data_parallel_group as group_of_mpu
-from shardwise.deepspeed.marks import ZeroParamStatus, ZeroParamType, mark
+from shardwise.deepspeed.parameter_attributes import ZeroParamStatus, ZeroParamType, mark
 from shardwise.deepspeed.plan import number_format
 from shardwise.session import Session
 
@@ -250,7 +250,7 @@ class GatheredParameters:
         for session, own in shares:
             if session.resident:  # parameters of other sessions were compared on entering
                 session.compare(own)
-            session.values.take_given()
+            session.values.accept_assigned_data()
             for param in own:
                 _overwrite(param, functools.partial(session.mesh.world.broadcast, src=rank))
         for param in self._alone(shares):

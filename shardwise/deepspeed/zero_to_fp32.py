@@ -19,11 +19,8 @@ from torch import nn
 from shardwise.core.base.sizes import parse_size
 from shardwise.core.base.validate import as_path
 from shardwise.core.base.warnings import warn_user
-from shardwise.core.checkpoint.bounds import read_name
 from shardwise.core.checkpoint.directory import LATEST
-from shardwise.core.checkpoint.formats.detect import open_checkpoint
-from shardwise.core.checkpoint.formats.lazy import Entry, model_entries, to_tensor
-from shardwise.core.checkpoint.formats.output import (
+from shardwise.core.checkpoint.formats.atomic_files import (
     one_at_a_time,
     output_file,
     output_files,
@@ -31,7 +28,10 @@ from shardwise.core.checkpoint.formats.output import (
     write_text,
     write_torch,
 )
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, model_entries, to_tensor
+from shardwise.core.checkpoint.formats.registry import open_checkpoint
 from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
+from shardwise.core.checkpoint.input_checks import read_name
 from shardwise.core.checkpoint.source import CheckpointError, OpenSource
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.compat import alias_table, install_aliases
-from shardwise.strategies import registering
+from shardwise.strategies import strategy_registry
+from shardwise.strategies.consolidate_checkpoint import to_single_file
 from shardwise.strategies.fully_sharded import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
-from shardwise.strategies.namespace import FABRIC
-from shardwise.strategies.single_file import to_single_file
+from shardwise.strategies.lightning_packages import FABRIC
 
 __all__ = [
     "ColossalAIStrategy",
@@ -23,13 +23,13 @@ __all__ = [
     "wrap",
 ]
 
-_classes: Any = registering.register(FABRIC)
+_classes: Any = strategy_registry.register(FABRIC)
 ColossalAIStrategy, DDPFullyShardedStrategy, DeepSpeedStrategy, ShardedPrecision = _classes
 
 
 def take_over_deepspeed_names() -> None:
     """Make ``strategy="deepspeed"`` and ``"deepspeed_stage_..."`` mean :class:`DeepSpeedStrategy` of this package."""
-    registering.take_over_deepspeed_names(FABRIC)
+    strategy_registry.take_over_deepspeed_names(FABRIC)
 
 
 __getattr__ = install_aliases(alias_table("lightning.fabric"))

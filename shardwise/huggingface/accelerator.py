@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -279,27 +279,25 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         with session.no_sync() if session is not None and keeps_full_grads else nullcontext():
             yield
 
-    def _owners(self, params: Mapping[int, Tensor]) -> list[Session]:
-        """Return the sessions with optimizers that have trained parameters among ``params`` (by id)."""
-        return [
+    def _owners(self, parameters: Sequence[Tensor], call: str) -> tuple[list[Session], ShardedOptimizer | None]:
+        """Return the sessions that train any of ``parameters``, and the only optimizer that steps by their gradients.
+
+        Without such an optimizer torch's functions clip them, because ``.grad`` of a sharded parameter gives the result
+        for all ranks.
+        """
+        params = {id(p): p for p in parameters}
+        owners = [
             session
             for session in self._sessions
             if session.optimizers and any(id(p) in params and p.requires_grad for p in session.params)
         ]
-
-    def _only(self, params: Mapping[int, Tensor], owners: Sequence[Session], call: str) -> ShardedOptimizer | None:
-        """Return the only optimizer that steps by the gradients of ``params``, or ``None``.
-
-        With ``None`` torch's functions clip them, because ``.grad`` of a sharded parameter gives the result for all
-        ranks.
-        """
         if not owners:
-            return None
+            return [], None
         session = owners[0]
         trained = {id(p) for p in session.params if p.requires_grad}
         foreign = [p for key, p in params.items() if key not in trained and p.grad is not None]
         if len(owners) == len(session.optimizers) == 1 and not trained - params.keys() and not foreign:
-            return session.optimizers[0]
+            return owners, session.optimizers[0]
         if any(each.plan.precision.scaler is not None for each in owners):
             number = sum(len(each.optimizers) for each in owners)
             raise NotImplementedError(
@@ -307,7 +305,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                 f"{len(owners)} models and {number} optimizers, with a loss scale, is not available: optimizers "
                 "would skip different steps; give model.parameters() of one model with one optimizer, or train in bf16"
             )
-        return None
+        return owners, None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip the global norm of the gradients of the next step. Collective.
@@ -327,13 +325,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             NotImplementedError: with a loss scale, parameters other than those of a complete model with one optimizer.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        params = {id(p): p for p in parameters}
-        owners = self._owners(params)
-        optimizer = self._only(params, owners, "clip_grad_norm_")
+        owners, optimizer = self._owners(parameters, "clip_grad_norm_")
         limit = float(max_norm) if self.sync_gradients or not owners else math.inf
         if optimizer is None:
             for each in owners:
-                each.passes.reduce_rest()
+                each.passes.reduce_unreduced()
             norm: Tensor | None = super().clip_grad_norm_(parameters, limit, norm_type)
             return norm
         return torch.tensor(optimizer.clip_grad_by_norm(limit, float(norm_type)), device=self.device)
@@ -346,14 +342,12 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             clip_value: the largest absolute value.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        params = {id(p): p for p in parameters}
-        owners = self._owners(params)
-        optimizer = self._only(params, owners, "clip_grad_value_")
+        owners, optimizer = self._owners(parameters, "clip_grad_value_")
         if owners and not self.sync_gradients:
             return
         if optimizer is None:
             for each in owners:
-                each.passes.reduce_rest()
+                each.passes.reduce_unreduced()
             super().clip_grad_value_(parameters, clip_value)
         else:
             optimizer.clip_grad_by_value(float(clip_value))

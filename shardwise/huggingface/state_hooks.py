@@ -9,10 +9,8 @@ from functools import partial
 from typing import Any
 
 from shardwise.core.checkpoint import EngineRun
-from shardwise.core.checkpoint.write import agree
+from shardwise.core.checkpoint.save import agree
 from shardwise.session import Session
-
-__all__ = ["loading_hooks", "saving_hooks"]
 
 SAVING, LOADING = "_save_model_state_pre_hook", "_load_model_state_pre_hook"
 

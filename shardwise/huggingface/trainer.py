@@ -17,8 +17,8 @@ from transformers import Trainer, TrainingArguments
 
 from shardwise.core.base.validate import check_type
 from shardwise.core.checkpoint import EngineRun
-from shardwise.core.checkpoint.formats.output import output_files
-from shardwise.core.checkpoint.write import agree
+from shardwise.core.checkpoint.formats.atomic_files import output_files
+from shardwise.core.checkpoint.save import agree
 from shardwise.huggingface.accelerator import ShardwiseAccelerator
 from shardwise.plan import Plan
 from shardwise.session import Session
@@ -101,7 +101,7 @@ class ShardwiseTrainer(Trainer):
         """Write the model for ``from_pretrained``. Collective; the main process writes.
 
         A new directory becomes visible when it is complete. In an existing one each file is replaced atomically, see
-        :func:`shardwise.core.checkpoint.formats.output.output_files`.
+        :func:`shardwise.core.checkpoint.formats.atomic_files.output_files`.
 
         Raises:
             CheckpointError, ValueError: on every rank, if the main process could not write; all earlier files are

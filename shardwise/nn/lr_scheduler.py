@@ -279,24 +279,22 @@ class OneCycleLR(plain.OneCycleLR):
         )
 
 
-class LambdaLR(plain.LambdaLR):
+class _ByLambda(LRScheduler):
+    """The arguments of a torch scheduler that takes ``lr_lambda``."""
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, lr_lambda: Lambda | None = None, last_epoch: int = -1
+    ) -> None:
+        _after(total_steps)
+        super().__init__(optimizer, _required("lr_lambda", lr_lambda), last_epoch=last_epoch)  # type: ignore[misc]
+
+
+class LambdaLR(_ByLambda, plain.LambdaLR):
     """``lr`` times ``lr_lambda(step)``, also after ``total_steps``."""
 
-    def __init__(
-        self, optimizer: Optimizer, total_steps: int, lr_lambda: Lambda | None = None, last_epoch: int = -1
-    ) -> None:
-        _after(total_steps)
-        super().__init__(optimizer, _required("lr_lambda", lr_lambda), last_epoch=last_epoch)
 
-
-class MultiplicativeLR(plain.MultiplicativeLR):
+class MultiplicativeLR(_ByLambda, plain.MultiplicativeLR):
     """The previous rate times ``lr_lambda(step)``, also after ``total_steps``."""
-
-    def __init__(
-        self, optimizer: Optimizer, total_steps: int, lr_lambda: Lambda | None = None, last_epoch: int = -1
-    ) -> None:
-        _after(total_steps)
-        super().__init__(optimizer, _required("lr_lambda", lr_lambda), last_epoch=last_epoch)
 
 
 class StepLR(plain.StepLR):

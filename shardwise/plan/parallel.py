@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from shardwise.core.base.validate import boolean, integer, require
 
-__all__ = ["MOST_MICROBATCHES", "MOST_STAGES", "PipelinePlan", "SequencePlan", "TensorPlan", "settings_of"]
-
 MOST_STAGES, MOST_MICROBATCHES = 1 << 8, 1 << 14
 """The most that the tags of a step's messages can tell apart."""
 

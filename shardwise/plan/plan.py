@@ -25,6 +25,7 @@ from shardwise.core.base.validate import (
     MOST_NUMEL,
     as_mapping,
     boolean,
+    check_flags,
     did_you_mean,
     fraction,
     integer,
@@ -36,24 +37,6 @@ from shardwise.plan.parallel import PipelinePlan, SequencePlan, TensorPlan, sett
 from shardwise.plan.precision import HALF_DTYPES, PrecisionPlan
 from shardwise.plan.scaler_arguments import ScalerArguments, scaler_plan
 from shardwise.plan.tiers import TierPlan
-
-__all__ = [
-    "MOST_DIVISOR",
-    "MOST_SEARCHED",
-    "ByModule",
-    "ByNumel",
-    "BySearch",
-    "ByTensor",
-    "CommPlan",
-    "GradPlan",
-    "MeshPlan",
-    "Packing",
-    "ParamGroupPlan",
-    "Plan",
-    "ShardPlan",
-    "replicated",
-    "zero",
-]
 
 MOST_DIVISOR = 2.0**32
 MOST_SECONDS = 315_360_000.0
@@ -382,8 +365,7 @@ class CommPlan:
     def __post_init__(self) -> None:
         number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
         number("wait_timeout_s", self.wait_timeout_s, f"(0, {MOST_SECONDS!r}]", "seconds > 0, at most ten years")
-        for name in ("overlap", "gather_on_use", "sync_init"):
-            boolean(name, getattr(self, name))
+        check_flags(self)
         for name in ("shared_memory", "same_order"):
             if getattr(self, name) is not None:
                 boolean(name, getattr(self, name))

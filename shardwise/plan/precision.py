@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.core.base.validate import MOST_SCALE, boolean, integer, number, require
-
-__all__ = ["HALF_DTYPES", "PrecisionPlan", "ScalerPlan"]
+from shardwise.core.base.validate import MOST_SCALE, check_flags, integer, number, require
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -76,5 +74,4 @@ class PrecisionPlan:
             dtype = getattr(self, name)
             floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
             require(floating, f"{name}={dtype!r}: give a floating-point torch.dtype, or None")
-        for name in ("master_weights", "cast_inputs"):
-            boolean(name, getattr(self, name))
+        check_flags(self)

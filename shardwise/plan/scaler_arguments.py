@@ -8,8 +8,6 @@ from typing import Any
 from shardwise.core.base.validate import integer, number
 from shardwise.plan.precision import ScalerPlan
 
-__all__ = ["TORCH_SCALER", "PublishedDefault", "ScalerArguments", "scaler_plan"]
-
 START_SCALE = 2.0**16
 
 

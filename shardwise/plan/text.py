@@ -19,9 +19,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from shardwise.core.base.text_file import replace_text
 from shardwise.core.base.validate import as_path, did_you_mean, short_repr
-
-__all__ = ["differences", "from_tables", "read", "to_tables", "toml", "write"]
 
 NONE = "none"
 P = TypeVar("P")
@@ -196,13 +195,7 @@ def write(path: str | os.PathLike[str], tables: Mapping[str, Any]) -> None:
     else:
         finite = json.loads(json.dumps(tables), parse_constant=lambda name: "inf")
         text = json.dumps(finite, indent=2, ensure_ascii=False) + "\n"
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, "utf-8")
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_text(target, text)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

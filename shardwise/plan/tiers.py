@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.core.base.validate import MOST_BYTES, boolean, fraction, integer
-
-__all__ = [
-    "MOST_BLOCK_BYTES",
-    "MOST_QUEUED",
-    "MOST_THREADS",
-    "PAGE_BYTES",
-    "AutoPlan",
-    "DiskPlan",
-    "TierPlan",
-    "on_device",
-]
+from shardwise.core.base.validate import MOST_BYTES, check_flags, fraction, integer
 
 MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS = 2**40, 2**16, 2**10
 PAGE_BYTES = 4096  # O_DIRECT needs offsets, lengths and addresses that are multiples of it
@@ -55,8 +44,7 @@ class DiskPlan:
             raise ValueError(f"block_bytes={self.block_bytes}: give a multiple of {PAGE_BYTES}")
         for name in ("queue_depth", "threads", "state_buffers", "param_buffers"):
             integer(name, getattr(self, name), 1, MOST_THREADS if name == "threads" else MOST_QUEUED)
-        for name in ("single_submit", "overlap_events"):
-            boolean(name, getattr(self, name))
+        check_flags(self)
         if not isinstance(self.medium, str) or not self.medium:
             raise ValueError(f"medium={self.medium!r}: give 'file', or the name of a registered medium")
 
@@ -120,7 +108,7 @@ class TierPlan:
             )
         if self.device_capacity_bytes is not None:
             integer("device_capacity_bytes", self.device_capacity_bytes, 1, MOST_BYTES, "bytes, or None,")
-        boolean("pin_memory", self.pin_memory)
+        check_flags(self)
 
     @property
     def all_on_device(self) -> bool:

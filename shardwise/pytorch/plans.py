@@ -28,22 +28,6 @@ from shardwise.plan import ByModule, ByNumel, MeshPlan, ParamGroupPlan, Plan, re
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.plan.scaler_arguments import TORCH_SCALER
 
-__all__ = [
-    "all_ranks",
-    "check_all_ranks",
-    "check_full_precision",
-    "mesh_of",
-    "name_device",
-    "names_of_ignored",
-    "nodes",
-    "on_host",
-    "plan_of_ddp",
-    "plan_of_fsdp",
-    "plan_of_fully_shard",
-    "with_formats",
-]
-
-
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 STAYS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 

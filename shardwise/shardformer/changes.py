@@ -6,7 +6,7 @@ All changes can be undone. transformers is not imported: its models are recognis
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,13 +19,10 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.parallel.pipeline import layers_of_stages
 from shardwise.shardformer.shard_config import GradientCheckpointConfig
 
-__all__ = ["Kernels", "StageDivision", "changed_model", "kernels_of"]
-
 FLASH = "sdpa"
 """transformers' name of torch's ``scaled_dot_product_attention``."""
 LAYER = "GradientCheckpointingLayer"
 FUNCTION, FLAG = "_gradient_checkpointing_func", "gradient_checkpointing"
-_ABSENT: Any = object()
 
 
 RMS_NORMS = ("RMSNorm", "T5LayerNorm")
@@ -84,29 +81,22 @@ def changed_model(
     Raises:
         ValueError: the model has no layers that can be checkpointed, or fewer than that.
     """
-    before: list[tuple[Any, str, Any]] = []
-    try:
+    with ExitStack() as undo:
         if checkpointing is not None:
-            _checkpoint(model, checkpointing, division, before)
+            _checkpoint(model, checkpointing, division, undo)
         if kernels.flash:
-            _take_flash(model, before)
+            _take_flash(model, undo)
         if kernels.norms:
-            _fuse_norms(model, before)
+            _fuse_norms(model, undo)
         yield
-    except BaseException:
-        for owner, name, value in reversed(before):
-            if value is _ABSENT:
-                vars(owner).pop(name, None)
-            else:
-                setattr(owner, name, value)
-        raise
+        undo.pop_all()
 
 
 def _checkpoint(
     model: nn.Module,
     config: GradientCheckpointConfig,
     division: StageDivision,
-    before: list[tuple[Any, str, Any]],
+    undo: ExitStack,
 ) -> None:
     stacks: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -124,19 +114,22 @@ def _checkpoint(
         expected += zip(layers, [at < again for count, again in of_stages for at in range(count)], strict=True)
     function = partial(checkpoint, use_reentrant=False)
     for layer, again in expected:
-        before += [(layer, name, vars(layer).get(name, _ABSENT)) for name in (FUNCTION, FLAG)]
+        undo.callback(vars(layer).update, {name: vars(layer)[name] for name in (FUNCTION, FLAG) if name in vars(layer)})
+        for name in (FUNCTION, FLAG):
+            undo.callback(vars(layer).pop, name, None)
         if not hasattr(layer, FUNCTION):  # a program that enabled it has set the function
             setattr(layer, FUNCTION, function)
         setattr(layer, FLAG, again)
 
 
-def _take_flash(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
+def _take_flash(model: nn.Module, undo: ExitStack) -> None:
     configs: dict[int, Any] = {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}
     known = [config for config in configs.values() if hasattr(config, "_attn_implementation")]
     choose = getattr(model, "set_attn_implementation", None)
     error: Exception | None = None
     if choose is not None:
-        before += [(config, "_attn_implementation", config._attn_implementation) for config in reversed(known)]
+        for config in reversed(known):
+            undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
         try:
             choose(FLASH)
         except (ValueError, ImportError) as refusal:
@@ -151,17 +144,17 @@ def _take_flash(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
         )
 
 
-def _fuse_norms(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
+def _fuse_norms(model: nn.Module, undo: ExitStack) -> None:
     norms = [
         module
         for module in model.modules()
         if type(module).__module__.startswith("transformers.")
         and type(module).__name__.endswith(RMS_NORMS)
         and hasattr(module, "variance_epsilon")
-        and not isinstance(module, _RmsNorm)
+        and not isinstance(module, FusedRmsNorm)
     ]
     for norm in norms:
-        before.append((norm, "__class__", type(norm)))
+        undo.callback(setattr, norm, "__class__", type(norm))
         norm.__class__ = _fused(type(norm))
     if not norms and not any(
         isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) for module in model.modules()
@@ -169,7 +162,7 @@ def _fuse_norms(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
         warn_user(f"enable_fused_normalization=True without effect in a {type(model).__name__}: it has no known norm")
 
 
-class _RmsNorm(nn.Module):
+class FusedRmsNorm(nn.Module):
     """The forward of an RMS norm of transformers, in one kernel if weight and input have the same dtype."""
 
     weight: Tensor
@@ -194,7 +187,7 @@ def _fused(own: type[nn.Module]) -> type[nn.Module]:
         return (_blank, (own,), vars(self)) if type(self) is _FUSED[own] else object.__reduce_ex__(self, protocol)
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": reduce}
-    _FUSED[own] = type(own.__name__, (_RmsNorm, own), names)
+    _FUSED[own] = type(own.__name__, (FusedRmsNorm, own), names)
     return _FUSED[own]
 
 

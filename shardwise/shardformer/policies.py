@@ -17,8 +17,6 @@ from shardwise.plan import TensorPlan
 from shardwise.shardformer.layer import ParallelModule
 from shardwise.shardformer.shard_config import ShardConfig, config_over
 
-__all__ = ["ModulePolicyDescription", "Policy", "PolicyArchitecture", "SubModuleReplacementDescription"]
-
 STEP = re.compile(r"(?P<name>\w+)(?P<indices>(\[\d+\])*)")
 Key = str | type[nn.Module]
 Described = dict[Key, "ModulePolicyDescription"]

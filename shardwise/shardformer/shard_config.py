@@ -8,30 +8,18 @@ from typing import Any, ClassVar
 
 from torch.distributed import ProcessGroup
 
-from shardwise.core.base.validate import boolean, fraction, integer, refuse, short_repr
+from shardwise.core.base.validate import check_flags, fraction, integer, refuse, short_repr
 from shardwise.core.comm import ranks_of
 from shardwise.plan import TensorPlan
 
-__all__ = ["NOT_YET", "GradientCheckpointConfig", "PipelineGradientCheckpointConfig", "ShardConfig", "config_over"]
-
-NOT_YET = {
-    "sequence_parallel_process_group": "leave it None",
-    "pipeline_stage_manager": "leave it None",
-    "sp_axis": "leave it None",
-    "pg_mesh": "leave it None",
-    "inner_ring_size": "leave it None",
-    "moe_dp_group": "leave it None",
-    "ep_group": "leave it None",
-}
-SWITCHES = (
-    "enable_tensor_parallelism",
-    "enable_all_optimization",
-    "enable_fused_normalization",
-    "enable_flash_attention",
-    "enable_jit_fused",
-    "enable_sequence_parallelism",
-    "parallel_output",
-    "fp8_communication",
+NOT_YET = (
+    "sequence_parallel_process_group",
+    "pipeline_stage_manager",
+    "sp_axis",
+    "pg_mesh",
+    "inner_ring_size",
+    "moe_dp_group",
+    "ep_group",
 )
 
 
@@ -144,11 +132,10 @@ class ShardConfig:
     expert_parallel_size: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        for name, instead in NOT_YET.items():
+        for name in NOT_YET:
             if getattr(self, name) not in (None, False):
-                refuse(name, getattr(self, name), instead)
-        for name in SWITCHES:
-            boolean(name, getattr(self, name))
+                refuse(name, getattr(self, name), "leave it None")
+        check_flags(self)
         if self.sequence_parallelism_mode not in (None, "split_gather"):
             instead = "give None or 'split_gather'; HybridParallelPlugin has the others"
             refuse("sequence_parallelism_mode", self.sequence_parallelism_mode, instead)

@@ -17,8 +17,6 @@ from shardwise.shardformer.changes import changed_model, kernels_of
 from shardwise.shardformer.policies import Policy, PolicyArchitecture
 from shardwise.shardformer.shard_config import ShardConfig
 
-__all__ = ["ShardFormer"]
-
 NAME = "tensor_parallel_process_group"
 
 
@@ -64,14 +62,6 @@ class ShardFormer:
         return model, []
 
 
-class _OwnAxis(Axis):
-    """An axis with the owner of its group's communicators."""
-
-    def __init__(self, maker: GroupMaker, ranks: tuple[int, ...], compress: bool) -> None:
-        super().__init__(maker.make("tensor", [list(ranks)]), compress)
-        self._maker = maker
-
-
 def _axis_over(config: ShardConfig, device: torch.device) -> Axis:
     """Return an axis of the ranks of a configuration. Collective over them; it lives as long as the layers sharded over
     it.
@@ -86,4 +76,7 @@ def _axis_over(config: ShardConfig, device: torch.device) -> Axis:
     all_ranks: ProcessGroup = group.WORLD  # type: ignore[assignment]
     with on_device(device):
         members = Members(process_group or all_ranks, NAME, "tensor")
-        return _OwnAxis(GroupMaker(device, None, members.timeout_s, members), ranks, config.fp8_communication)
+        maker = GroupMaker(device, None, members.timeout_s, members)
+        axis = Axis(maker.make("tensor", [list(ranks)]), config.fp8_communication)
+    vars(axis)["maker"] = maker  # owns the group's communicators
+    return axis

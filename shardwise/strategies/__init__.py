@@ -2,8 +2,8 @@
 
 A strategy translates its published arguments into a plan, and Lightning's calls into those of a ``Session``. It uses
 nothing below :mod:`shardwise.session`. Importing these modules does not import Lightning: only
-:mod:`shardwise.strategies.namespace` loads it, by name. ``shardwise.lightning`` and the modules for the other packages
-register the strategies when they are imported.
+:mod:`shardwise.strategies.lightning_packages` loads it, by name. ``shardwise.lightning`` and the modules for the other
+packages register the strategies when they are imported.
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from shardwise.booster.plugin import gemini
-from shardwise.compat.published import listed, names_of, picked, unused_arguments
+from shardwise.compat.arguments import listed, names_of, picked, unused_arguments
 from shardwise.core.base.validate import MOST_NUMEL, boolean, fraction, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan import MOST_SEARCHED, ByTensor, Plan
 from shardwise.plan.scaler_arguments import ScalerArguments, scaler_plan
-from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.fabric import FabricStrategy
 from shardwise.strategies.precision import NumberFormat
+from shardwise.strategies.trainer import ShardedStrategy, StartMethod, passed_on
 
 MIB = 2**20
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {

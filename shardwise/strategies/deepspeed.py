@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,19 +16,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise.compat.published import picked
-from shardwise.core.checkpoint.formats.detect import detect_format
-from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.compat.arguments import picked
+from shardwise.core.checkpoint.checkpointer import Checkpointer
+from shardwise.core.checkpoint.formats.registry import detect_format
 from shardwise.deepspeed import zero
+from shardwise.deepspeed.backward_passes import watched_step
+from shardwise.deepspeed.checkpoint_engine import WithoutFrozen, frozen_ones_are_missing, take_over
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
-from shardwise.deepspeed.saving import WithoutFrozen, frozen_ones_are_missing, take_over
 from shardwise.deepspeed.schedules import make_schedule
-from shardwise.deepspeed.stepping import watched_step
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.deepspeed_config import (
     ACCUMULATION,
     AUTO,
@@ -42,7 +41,8 @@ from shardwise.strategies.deepspeed_config import (
     scale_without_effect,
 )
 from shardwise.strategies.fabric import Check, FabricStrategy
-from shardwise.strategies.saving import ModelOnly, Saving, check_schedulers, outline
+from shardwise.strategies.trainer import ShardedStrategy, StartMethod, passed_on
+from shardwise.strategies.trainer_checkpoints import ModelOnly, Saving, check_schedulers, outline
 
 STEPS_PER_PRINT = 10  # DeepSpeed's default
 
@@ -193,7 +193,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         if self._clips_in_step and trainer.gradient_clip_val is not None:
             self._warn(
                 f"gradient_clip_val={trainer.gradient_clip_val} of Trainer is not applied: gradient_clipping="
-                f"{self._entries[CLIPPING]} in the DeepSpeed config goes before it"
+                f"{self._entries[CLIPPING]} in the DeepSpeed config takes precedence"
             )
         unused = scale_without_effect(self.arguments, self.config)
         if unused:
@@ -209,9 +209,6 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         self._show(self._completed(self.lightning_module.trainer))
         with super().model_sharded_context():
             yield
-
-    def _building(self) -> AbstractContextManager[Any]:
-        return zero.Init() if self.zero_stage_3 else nullcontext()
 
     def _built(self, session: Session, trainer: Any) -> None:
         zero.remember(session)
@@ -531,9 +528,6 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         if self.is_global_zero:
             self._tell(report)
         return plan
-
-    def _building(self) -> AbstractContextManager[Any]:
-        return zero.Init() if self.zero_stage_3 else nullcontext()
 
     def _built(self, session: Session) -> None:
         zero.remember(session)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from shardwise.compat.published import changed, listed, names_of, unused_arguments
+from shardwise.compat.arguments import changed, listed, names_of, unused_arguments
 from shardwise.core.base.validate import boolean, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh.launch import read_variable
+from shardwise.deepspeed import zero
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
 from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.plan import data_parallel, data_ranks, home_of_parameters, plan_of
 from shardwise.plan import Plan
-from shardwise.strategies.namespace import Namespace
+from shardwise.strategies.lightning_packages import Namespace
 from shardwise.strategies.precision import NumberFormat
 
 AUTO = "auto"
@@ -145,12 +147,12 @@ class DeepSpeedArguments:
         if self.logging_batch_size_per_gpu not in (None, AUTO):
             tree[MICRO] = self.logging_batch_size_per_gpu
         if self.zero_optimization:
-            zero = {name: getattr(self, name) for name in OF_ZERO}
+            sharding: dict[str, Any] = {name: getattr(self, name) for name in OF_ZERO}
             if self.offload_optimizer:
-                zero[OPTIM] = {key: getattr(self, name) for key, name in OF_OPTIM.items()}
+                sharding[OPTIM] = {key: getattr(self, name) for key, name in OF_OPTIM.items()}
             if self.offload_parameters:
-                zero[PARAM] = {key: getattr(self, name) for key, name in OF_PARAM.items()}
-            tree |= {name: getattr(self, name) for name in TOP} | {ZERO: zero}
+                sharding[PARAM] = {key: getattr(self, name) for key, name in OF_PARAM.items()}
+            tree |= {name: getattr(self, name) for name in TOP} | {ZERO: sharding}
         tree["activation_checkpointing"] = {name: getattr(self, name) for name in ACTIVATIONS}
         tree["aio"] = {name: getattr(self, name) for name in AIO}
         return tree
@@ -435,10 +437,9 @@ class ConfiguredByDeepSpeed:
             AttributeError: always; the error names replacements.
         """
         raise AttributeError(
-            f"{type(self).__name__} has no DeepSpeed engine: strategy.session is what trains. Its optimizer."
-            "get_grad_norm() is get_global_grad_norm(), optimizer.loss_scale the loss scale, optimizer.max_norm what "
-            "steps clip to, checkpoints.save() and load() save_checkpoint() and load_checkpoint() (or save by the "
-            "Trainer or Fabric); strategy.config is the configuration",
+            f"{type(self).__name__} has no DeepSpeed engine; use strategy.session: optimizer.get_grad_norm(), "
+            "optimizer.loss_scale, optimizer.max_norm, checkpoints.save() and checkpoints.load(). strategy.config is "
+            "the configuration",
             name="deepspeed_engine",
             obj=self,
         )
@@ -449,6 +450,10 @@ class ConfiguredByDeepSpeed:
     def zero_stage_3(self) -> bool:
         """Return True if the configuration has stage 3."""
         return read_config(self.config).stage == 3
+
+    def _building(self) -> AbstractContextManager[Any]:
+        """Return the context in which models are built."""
+        return zero.Init() if self.zero_stage_3 else nullcontext()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The base class of the strategies for Fabric, with one session per model, and Fabric's checkpoints.
+"""The base class of the strategies for Fabric, with one session per model, and checkpoints of Fabric programs.
 
 ``setup(model, *optimizers)`` shards at once. After ``setup_module(model)``, ``setup_optimizers`` may follow, so the
 model is sharded at its first use; see :mod:`shardwise.late`.
@@ -15,43 +15,32 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.write import agree
+from shardwise.core.checkpoint.checkpointer import Checkpointer
+from shardwise.core.checkpoint.save import agree
 from shardwise.core.deferred import deferred_init
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
 from shardwise.session import Session, ShardedOptimizer
-from shardwise.strategies.entries import pack, unpack
-from shardwise.strategies.namespace import Strategy, build
+from shardwise.strategies.checkpoint_entries import pack, unpack
+from shardwise.strategies.lightning_packages import Strategy, build
 from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
-from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 from shardwise.strategies.sessions import live_session, scaled_pass, shard
+from shardwise.strategies.trainer_checkpoints import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 
 STATE = ("state_dict", "load_state_dict")
-
-
-class _Syncing:
-    """The implementation of ``fabric.no_backward_sync``."""
-
-    def __init__(self, strategy: FabricStrategy) -> None:
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Skip reductions inside if the plan keeps unsharded gradients (stages 0 and 1)."""
-        if not enabled:
-            return nullcontext()
-        session = self._strategy.late(module).session
-        return session.no_sync() if session.plan.shard.reduce == "last" else nullcontext()
+Check = Callable[[Mapping[str, Any]], None] | None
 
 
 class FabricStrategy(Strategy):
-    """Base class that :func:`shardwise.strategies.namespace.build` completes; subclasses override :meth:`_plan`."""
+    """Base class that :func:`~shardwise.strategies.lightning_packages.build` completes.
+
+    Subclasses override :meth:`_plan`.
+    """
 
     def __init__(self, **lightning: Any) -> None:
         self._known: list[weakref.ref[LateSession]] = []  # a session ends with its model
-        self._saving = FabricSaving(self)
         super().__init__(**lightning)
-        self._backward_sync_control = _Syncing(self)
+        self._backward_sync_control = self  # Fabric calls its no_backward_sync()
 
     # ---- hooks for subclasses
 
@@ -228,6 +217,13 @@ class FabricStrategy(Strategy):
 
     # ---- passes and steps
 
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """Skip reductions inside if the plan keeps unsharded gradients (stages 0 and 1)."""
+        if not enabled:
+            return nullcontext()
+        session = self.late(module).session
+        return session.no_sync() if session.plan.shard.reduce == "last" else nullcontext()
+
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of ``tensor`` times the loss scale.
 
@@ -298,65 +294,26 @@ class FabricStrategy(Strategy):
         """Return the full state on every rank in torch's format. Collective."""
         return cast(dict[str, Any], optimizer.state_dict())
 
-    def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
-    ) -> None:
-        """Write a directory of shards, or one file if a ``checkpoint_io`` was given. Collective."""
-        self._saving.save(path, state, storage_options, filter, super().save_checkpoint)
-
-    def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Restore from a directory or file, of any format that ``open_checkpoint`` reads. Collective."""
-        return self._saving.load(path, state, strict, weights_only, super().load_checkpoint)
-
-
-class _OfSession:
-    """``state_dict`` or ``load_state_dict`` of a module that is sharded, or will be."""
-
-    def __init__(self, late: LateSession, name: str) -> None:
-        self._late, self._name = late, name
-        self._own = getattr(type(late.module), name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        late = self._late
-        if kwargs.get("keep_vars") or not late.built:  # the engine reads names this way
-            return self._own(late.module, *args, **kwargs)
-        return getattr(late.session.module, self._name)(*args, **kwargs)
-
-
-# ---- Checkpoints of Fabric programs: the session's own format, with the program's other state in the same directory.
-
-
-Check = Callable[[Mapping[str, Any]], None] | None
-
-
-class FabricSaving:
-    """Saving and loading of one strategy."""
-
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
-
     @property
-    def one_file(self) -> bool:
+    def _one_file(self) -> bool:
         """Return True if checkpoints are single files of a user's ``checkpoint_io``."""
-        io = self._strategy._checkpoint_io
-        return io is not None and type(io) is not self._strategy.ns.load("plugins.io.torch_io.TorchCheckpointIO")
+        io = self._checkpoint_io
+        return io is not None and type(io) is not self.ns.load("plugins.io.torch_io.TorchCheckpointIO")
 
     # ---- models and optimizers in a state
 
-    def _sessions(self, state: Mapping[str, Any]) -> dict[str, Session]:
+    def _sessions_of(self, state: Mapping[str, Any]) -> dict[str, Session]:
         sessions = {}
         for name, value in state.items():
             if isinstance(value, nn.Module):
                 try:
-                    sessions[name] = self._strategy.late(value).session
+                    sessions[name] = self.late(value).session
                 except ValueError:
                     continue  # a module that Fabric did not set up
         return sessions
 
-    def _one(self, state: Mapping[str, Any], call: str) -> tuple[str, Session]:
-        sessions = self._sessions(state)
+    def _one_model(self, state: Mapping[str, Any], call: str) -> tuple[str, Session]:
+        sessions = self._sessions_of(state)
         if len(sessions) != 1:
             raise ValueError(
                 f"{call} with {len(sessions)} models that were set up ({', '.join(sessions) or 'none'}) in "
@@ -365,7 +322,7 @@ class FabricSaving:
         return next(iter(sessions.items()))
 
     @staticmethod
-    def _optimizers(state: Mapping[str, Any], session: Session, call: str) -> list[str]:
+    def _optimizers_of(state: Mapping[str, Any], session: Session, call: str) -> list[str]:
         """Return the names of the session's optimizers in ``state`` in the session's order: all of them, or none."""
         names = {}
         for name, value in state.items():
@@ -386,18 +343,18 @@ class FabricSaving:
 
     # ---- saving
 
-    def save(
-        self, path: Any, state: dict[str, Any], storage_options: Any, filter: Any, save_file: Callable[..., None]
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save a checkpoint; see :meth:`shardwise.strategies.fabric.FabricStrategy.save_checkpoint`.
+        """Write a directory of shards, or one file if a ``checkpoint_io`` was given. Collective.
 
         Raises:
             TypeError: ``storage_options`` or ``filter`` for a directory.
             ValueError: not exactly one model, or only some of its optimizers.
             CheckpointError: on every rank, if an entry cannot be saved, or a file cannot be written.
         """
-        if self.one_file or not self._sessions(state):
-            save_file(os.fspath(self._strategy.broadcast(path)), state, storage_options, filter)
+        if self._one_file or not self._sessions_of(state):
+            super().save_checkpoint(os.fspath(self.broadcast(path)), state, storage_options, filter)
             return
         for name, value in (("storage_options", storage_options), ("filter", filter)):
             if value is not None:
@@ -406,12 +363,12 @@ class FabricSaving:
                     "strategy a checkpoint_io for single files, which take it"
                 )
         call = f"save({os.fspath(path)!r})"
-        name, session = self._one(state, call)
-        optimizers = self._optimizers(state, session, call)
+        name, session = self._one_model(state, call)
+        optimizers = self._optimizers_of(state, session, call)
         extra = {key: value for key, value in state.items() if key != name and key not in optimizers}
         with saving_to(session, path) as path:
             packed = self._packed(extra, [name, *optimizers], session, path)
-            writer = self._strategy.writer(session, bool(optimizers))
+            writer = self.writer(session, bool(optimizers))
             root, tag = place(path)
             writer.latest = False
             writer.save(root, tag, step=session.checkpoints.steps, user_state=packed)
@@ -420,7 +377,7 @@ class FabricSaving:
         packed: list[dict[str, Any]] = []
 
         def put() -> None:
-            converted = self._strategy._convert_stateful_objects_in_state(extra, filter={})
+            converted = self._convert_stateful_objects_in_state(extra, filter={})
             packed.extend([pack({FABRIC: converted, FABRIC_NAMES: names})] if session.mesh.rank == 0 else [])
 
         agree(session.mesh.world.exchange_object, f"put together the entries of {path}", put)
@@ -428,21 +385,22 @@ class FabricSaving:
 
     # ---- loading
 
-    def load(
-        self, path: Any, state: Any, strict: bool, weights_only: bool | None, load_file: Callable[..., dict[str, Any]]
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint; see :meth:`shardwise.strategies.fabric.FabricStrategy.load_checkpoint`.
+        """Restore from a directory or file, of any format that ``open_checkpoint`` reads. Collective.
 
         Raises:
             ValueError: a directory without exactly one model to restore, or with only some of its optimizers; or the
                 checkpoint lacks entries of the state, and nothing is changed.
         """
-        path = os.fspath(self._strategy.broadcast(path))
-        if not self._strategy.broadcast(os.path.isdir(path)):
-            return load_file(path, state, strict, **({} if weights_only is None else {"weights_only": weights_only}))
+        path = os.fspath(self.broadcast(path))
+        if not self.broadcast(os.path.isdir(path)):
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            return cast(dict[str, Any], super().load_checkpoint(path, state, strict, **options))
         call = f"load({path!r})"
         if isinstance(state, nn.Module):
-            self._strategy.restore(self._one({"obj": state}, call)[1], path, strict, False)
+            self.restore(self._one_model({"obj": state}, call)[1], path, strict, False)
             return {}
         if isinstance(state, torch.optim.Optimizer):
             raise ValueError(
@@ -450,8 +408,8 @@ class FabricSaving:
                 "fabric.load(path, {'model': model, 'optimizer': optimizer})"
             )
         state = {} if state is None else state
-        name, session = self._one(state, call)
-        optimizers = self._optimizers(state, session, call)
+        name, session = self._one_model(state, call)
+        optimizers = self._optimizers_of(state, session, call)
         keys = [key for key in state if key != name and key not in optimizers]
 
         def check(entries: Mapping[str, Any]) -> None:
@@ -462,7 +420,7 @@ class FabricSaving:
                     f"{', '.join(entries) or 'nothing besides the model'}); give strict=False to keep them as they are"
                 )
 
-        entries = dict(self._strategy.restore(session, path, strict, bool(optimizers), check))
+        entries = dict(self.restore(session, path, strict, bool(optimizers), check))
         check(entries)
         for key in keys:
             if key in entries:
@@ -472,6 +430,20 @@ class FabricSaving:
                 else:
                     state[key] = value
         return entries
+
+
+class _OfSession:
+    """``state_dict`` or ``load_state_dict`` of a module that is sharded, or will be."""
+
+    def __init__(self, late: LateSession, name: str) -> None:
+        self._late, self._name = late, name
+        self._own = getattr(type(late.module), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        late = self._late
+        if kwargs.get("keep_vars") or not late.built:  # the engine reads names this way
+            return self._own(late.module, *args, **kwargs)
+        return getattr(late.session.module, self._name)(*args, **kwargs)
 
 
 def entries_of(user_state: Any) -> dict[str, Any]:

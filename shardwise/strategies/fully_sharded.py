@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.compat.published import picked
+from shardwise.compat.arguments import picked
 from shardwise.core.base.validate import MOST_BYTES, MOST_NUMEL, boolean, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.deferred import deferred_init
@@ -36,9 +36,9 @@ from shardwise.plan import (
     TierPlan,
 )
 from shardwise.plan.scaler_arguments import TORCH_SCALER
-from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.fabric import FabricStrategy
 from shardwise.strategies.precision import NumberFormat
+from shardwise.strategies.trainer import ShardedStrategy, StartMethod, passed_on
 
 _MARK = "_shardwise_unit"
 LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
@@ -204,7 +204,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
     if arguments.fp32_reduce_scatter and not number_format.masters:
         raise ValueError(
             f"fp32_reduce_scatter={arguments.fp32_reduce_scatter} requires mixed precision, and precision is "
-            f"{number_format.name!r}: gradients travel in the dtype that they have"
+            f"{number_format.name!r}; leave it out, or give precision='bf16-mixed' or '16-mixed'"
         )
     dtype = arguments.compute_dtype or number_format.dtype
     own_masters = arguments.compute_dtype is not None and number_format.name == "32-true"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.strategies.namespace import Namespace
+from shardwise.strategies.lightning_packages import Namespace
 from shardwise.strategies.sessions import scaled_pass
 
 
@@ -53,7 +53,9 @@ def format_of(precision: Any) -> NumberFormat:
     name = str(precision)
     number_format = PRECISIONS.get(_SHORT.get(name, name))
     if number_format is None:
-        raise ValueError(f"precision={precision!r}: a sharded strategy runs in {', '.join(PRECISIONS)}")
+        raise ValueError(
+            f"precision={precision!r} is not available in sharded strategies; give one of {', '.join(PRECISIONS)}"
+        )
     return number_format
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.core.base.validate import MOST_BYTES, boolean, fraction, number
+from shardwise.core.base.validate import MOST_BYTES, check_flags, fraction, number
 from shardwise.plan import (
     AutoPlan,
     ByNumel,
@@ -24,8 +24,6 @@ from shardwise.plan import (
 from shardwise.plan.plan import MOST_DIVISOR
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.plan.scaler_arguments import PublishedDefault, ScalerArguments, scaler_plan
-
-__all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "to_plan", "without_effect"]
 
 MIB = 1024 * 1024
 POLICIES = ("cuda", "cpu", "auto")
@@ -52,8 +50,7 @@ class ModelArguments:
             number("gradient_predivide_factor", factor, f"[{1 / bound!r}, {bound}]", what)
         size, most = self.reduce_scatter_bucket_size_mb, MOST_BYTES // MIB
         number("reduce_scatter_bucket_size_mb", size, f"[{-most}, {most}]", "a size in MiB")
-        for name in ("fp32_reduce_scatter", "use_memory_tracer", "reuse_fp16_shard"):
-            boolean(name, getattr(self, name))
+        check_flags(self)
         offload = self.offload_config
         if offload is not None and (
             set(offload) != {"device"} or offload["device"] not in ("cpu", "cuda", "none", None)
@@ -103,8 +100,7 @@ class OptimizerArguments(ScalerArguments):
 
     def __post_init__(self) -> None:
         fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
-        for name in ("cpu_offload", "verbose"):
-            boolean(name, getattr(self, name))
+        check_flags(self)
         scaler_plan(self)
 
 

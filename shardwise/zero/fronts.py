@@ -11,16 +11,13 @@ from torch import nn
 from shardwise.late import ModuleFacade, OptimizerFacade
 from shardwise.session import Session, ShardedOptimizer
 
-__all__ = ["ModelFront", "OptimizerFront"]
-
 
 class ModelFront(ModuleFacade):
     """A wrapper of ``module``, which is sharded with its optimizer, or at its first use if it has none."""
 
     def __init__(self) -> None:
         super().__init__()
-        own: dict[str, Any] = self.__dict__
-        own["_session"] = None
+        self._session: Session | None = None
 
     def _build(self) -> Session:
         """Shard the module without an optimizer. Collective."""
@@ -29,11 +26,9 @@ class ModelFront(ModuleFacade):
     @property
     def session(self) -> Session:
         """Return the session of the model; the first call creates it, which is collective."""
-        own: dict[str, Any] = self.__dict__
-        if own["_session"] is None:
-            own["_session"] = self._build()
-        session: Session = own["_session"]
-        return session
+        if self._session is None:
+            self._session = self._build()
+        return self._session
 
     @property
     def _sharded(self) -> Any:
@@ -41,7 +36,7 @@ class ModelFront(ModuleFacade):
 
     @property
     def _built(self) -> bool:
-        return self.__dict__["_session"] is not None
+        return self._session is not None
 
     def _drop_session(self) -> None:
         """Unshard a model that was used without an optimizer, before it is sharded with one.
@@ -49,14 +44,13 @@ class ModelFront(ModuleFacade):
         Raises:
             RuntimeError: it has an optimizer.
         """
-        session = self.__dict__["_session"]
-        if session is None:
+        if self._session is None:
             return
-        if session.optimizer is not None:
-            name = type(session.optimizer.unwrap()).__name__
+        if self._session.optimizer is not None:
+            name = type(self._session.optimizer.unwrap()).__name__
             raise RuntimeError(f"the model already has an optimizer ({name}): make one for each model")
-        session.unshard()
-        self.__dict__["_session"] = None
+        self._session.unshard()
+        self._session = None
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of ``loss`` times the loss scale, which the optimizer's step divides out."""

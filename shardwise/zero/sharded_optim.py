@@ -8,15 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.compat.published import picked
+from shardwise.compat.arguments import picked
 from shardwise.plan.scaler_arguments import PublishedDefault
 from shardwise.session import ShardedOptimizer
 from shardwise.zero.arguments import OptimizerArguments
 from shardwise.zero.fronts import OptimizerFront
 from shardwise.zero.sharded_model import ShardedModelV2
 from shardwise.zero.sharded_model.sharded_model_v2 import require_same_ranks
-
-__all__ = ["ShardedOptimizerV2"]
 
 
 class ShardedOptimizerV2(OptimizerFront):

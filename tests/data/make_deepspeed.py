@@ -1,6 +1,6 @@
-"""Writes the DeepSpeed checkpoints in deepspeed.tar.xz: every stage on one and two ranks, beside the true values.
+"""Write the DeepSpeed checkpoints in deepspeed.tar.xz: all stages on one and two ranks, with the true values.
 
-Needs DeepSpeed (0.19.8 was used), no GPU:
+The script needs DeepSpeed (0.19.8 was used) and no GPU:
 
     python make_deepspeed.py ds
     tar --sort=name --owner=0 --group=0 -cJf deepspeed.tar.xz ds
@@ -28,7 +28,7 @@ CASES = [
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen parameter, a parameter in no group, buffers, sizes that do not divide."""
+    """A model with tied weights, a frozen parameter, a parameter in no group, buffers, and sizes that do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def link_states(optimizer: object) -> None:
-    """DeepSpeed 0.19.8 links the fragments before torch's AdamW has its state; done again, safe_get_* work."""
+    """Link the fragments again: DeepSpeed 0.19.8 does so before torch's AdamW has its state, and safe_get_* need it."""
     inner = optimizer.optimizer
     flat = [group["params"][0] for group in inner.param_groups]
     for group, partition in zip(optimizer.bit16_groups, flat, strict=True):
@@ -62,7 +62,7 @@ def train(rank: int, ranks: int, stage: int, precision: str, out: str, port: int
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
-    if precision == "fp16":  # torch has it on every CPU; DeepSpeed asks for its instructions
+    if precision == "fp16":  # torch supports bf16 on every CPU, but DeepSpeed checks the CPU's instructions
         get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def train(rank: int, ranks: int, stage: int, precision: str, out: str, port: int
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": precision == "bf16"},
-        # Doubled after the third step: the scale that is saved is neither the first nor a default.
+        # Doubled after the third step, so that the saved scale is neither the first nor a default.
         "fp16": {"enabled": precision == "fp16", "initial_scale_power": 8, "loss_scale_window": 2},
         "steps_per_print": 10**9,
     }

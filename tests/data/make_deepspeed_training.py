@@ -1,10 +1,11 @@
-"""Trains a small model with DeepSpeed on two ranks and writes the losses and last weights of every case.
+"""Train a small model with DeepSpeed on two ranks, and write the losses and final weights of each case.
 
-Every stage, with one pass a step and two, clipped and not, under a schedule. Needs DeepSpeed (0.19.8 was used), no GPU:
+The cases are all stages, with one and two passes per step, with and without clipping, and with a schedule. The script
+needs DeepSpeed (0.19.8 was used) and no GPU:
 
     python make_deepspeed_training.py deepspeed_training.safetensors
 
-The recipe is here as well; what compares with these numbers imports it, for which DeepSpeed is not needed.
+Tests that compare with these numbers import the model and the cases from here; they do not need DeepSpeed.
 """
 
 import os
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 RANKS, STEPS, MICRO = 2, 5, 4
 LOW, HIGH, WARM = 0.002, 0.02, 3
-# With an eps near the gradients the update depends on their size, so that a wrong mean or norm shows.
+# With an eps near the size of the gradients the update depends on it, so that a wrong mean or norm shows.
 ADAMW = {"lr": HIGH, "betas": [0.9, 0.99], "eps": 1e-2, "weight_decay": 0.1}
 
 
@@ -49,7 +50,7 @@ CASES = [
 
 
 def net() -> nn.Module:
-    """Its values have few bits: under bf16 DeepSpeed begins with rounded masters, and not everybody does."""
+    """Return a model whose values have few bits: in bf16 DeepSpeed's masters start with rounded values, ours do not."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3))
     with torch.no_grad():
@@ -59,7 +60,7 @@ def net() -> nn.Module:
 
 
 def batches(accumulation: int) -> list[list[list[tuple[Tensor, Tensor]]]]:
-    """``[step][pass][rank]``."""
+    """Return the inputs by ``[step][pass][rank]``."""
     generator = torch.Generator().manual_seed(9)
 
     def one() -> tuple[Tensor, Tensor]:
@@ -70,7 +71,7 @@ def batches(accumulation: int) -> list[list[list[tuple[Tensor, Tensor]]]]:
 
 
 def config(case: Case) -> dict[str, Any]:
-    """One configuration for whoever reads such."""
+    """Return the DeepSpeed configuration of a case."""
     warm = {"warmup_min_lr": LOW, "warmup_max_lr": HIGH, "warmup_num_steps": WARM, "warmup_type": "linear"}
     return {
         "train_micro_batch_size_per_gpu": MICRO,
@@ -96,7 +97,9 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], dtype: torch.dtype) 
 
 
 def train(deepspeed: Any, case: Case, rank: int) -> tuple[Any, Tensor]:
-    """The engine after the last step, and the mean loss of each step: with any module that is called deepspeed."""
+    """Return the engine after the last step and the mean loss of each step; ``deepspeed`` is any module with its
+    API.
+    """
     model, losses = net(), []
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config(case))
     for step in batches(case.accumulation):

@@ -1,6 +1,6 @@
-"""Writes deepspeed_universal.tar.xz: what DeepSpeed's own ``ds_to_universal`` made of directories in deepspeed.tar.xz.
+"""Write deepspeed_universal.tar.xz: directories of deepspeed.tar.xz that DeepSpeed's own ``ds_to_universal`` converted.
 
-Needs DeepSpeed (its repository at 0.19.6 was used), no GPU:
+The script needs DeepSpeed (its repository at 0.19.6 was used) and no GPU:
 
     tar -xJf deepspeed.tar.xz
     python make_deepspeed_universal.py ds universal

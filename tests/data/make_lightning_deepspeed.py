@@ -1,8 +1,8 @@
-"""Writes lightning_deepspeed.tar.xz: what DeepSpeed saves under Lightning after the first epoch of a small run.
+"""Write lightning_deepspeed.tar.xz: what DeepSpeed saves under Lightning after the first epoch of a small run.
 
-Needs DeepSpeed (0.19.8 was used), no GPU, and a checkpoint of the same run under Lightning's own ddp, whose entries
-beside the weights are what Lightning hands to DeepSpeed as client state. Model, data and optimizer are those of
-``tests/support/lightning_setup.py``:
+The script needs DeepSpeed (0.19.8 was used), no GPU, and a checkpoint of the same run with Lightning's own ddp.
+Lightning passes the entries of that checkpoint, except for the weights, to DeepSpeed as client state. Model, data and
+optimizer are those of ``tests/support/lightning_setup.py``:
 
     python make_lightning_deepspeed.py ddp.ckpt ds
     tar --sort=name --owner=0 --group=0 -cJf lightning_deepspeed.tar.xz ds

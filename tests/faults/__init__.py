@@ -1,1 +1,1 @@
-"""Campaigns that destroy things at random moments; see kills.py."""
+"""Fault campaigns: killed processes, damaged bytes, failing system calls, hostile files, and a long run."""

@@ -1,11 +1,10 @@
 """``python -m tests.faults KILLS``: the fault campaign; the last line says what was lost.
 
-``KILLS`` is the number of kills and the scale of the rest: from 1,000 on every byte is flipped, every call fails, and
-the soak has 10,000 steps; below, they take a share of about KILLS / 1,000, the soak at least 3,000 steps, since memory
-takes some to settle. Below 50 every part is there and short, for a minute or two in all: the soak has 400 steps and no
-judgement of memory, and of the line that says which checkpoint is the newest one bit of each byte is flipped. Readers
-are given ten hostile inputs for each kill; those that make one fail are added to ``tests/data/fuzz``, which the tests
-read.
+``KILLS`` is the number of kills and scales the other parts: from 1,000 on every byte is flipped, every call fails, and
+the soak has 10,000 steps; below, they have about KILLS / 1,000 of that, and the soak at least 3,000 steps, since memory
+takes some to settle. Below 50 every part runs briefly, for a minute or two in all: the soak has 400 steps and no check
+of memory, and of the line that says which checkpoint is the newest one bit of each byte is flipped. Readers get ten
+hostile inputs per kill; inputs that make one fail are added to ``tests/data/fuzz``, which the tests read.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from shardwise.testing import close_pools
 from tests.faults import flips, fuzz, io_errors, kills, soak
 from tests.faults.report import Report
 
-WHOLE = 1000  # kills
+WHOLE = 1000  # number of kills
 SHORT = 50  # with fewer kills
 LEAST_STEPS, STEPS = 3_000, 10_000
 SHORT_STEPS = 400
@@ -27,10 +26,10 @@ INPUTS_A_KILL = 10
 
 
 def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[], Report]]:
-    """By name, in the order in which they run: ranks can be forked only before this process has used pools."""
+    """Return the parts by name, in their order: ranks can be forked only before this process has used pools."""
     share = min(count / WHOLE, 1.0)
     whole, short = share == 1, count < SHORT
-    # Of bytes there are some 60,000 and of calls 250 an action, in all numbers of errors.
+    # There are some 60,000 bytes, and 250 calls per action, in all numbers of errors.
     soaked = SHORT_STEPS if short else max(round(STEPS * share), LEAST_STEPS)
     byte_stride, call_stride = (1, 1) if whole else (max(round(3 / share), 2), max(round(0.6 / share), 2))
     return {
@@ -63,7 +62,7 @@ def main() -> int:
 
 
 def sum_of(report: Report) -> int:
-    """The number of trials."""
+    """Return the number of trials."""
     if report.name == "flips":
         return sum(n for what, n in report.counts.items() if not what.startswith(("bytes in", "in what")))
     what = {"kills": "kills", "fuzz": "inputs", "I/O errors": "injected", "soak": "steps"}

@@ -1,8 +1,8 @@
-"""Every byte of small checkpoints is changed, cut off, removed or swapped, one fault at a time: each must be found.
+"""Every byte of small checkpoints is changed, cut off, removed or swapped, one fault at a time; each must be detected.
 
 For each fault ``shardwise checkpoint verify`` has to fail and name the file and a tensor with bytes there, and a load
-has to refuse the checkpoint; with ``"auto"`` it has to fall back to the one before. Where the bytes of a file lie is
-worked out here from the manifest as docs/checkpoint-format.md describes it.
+has to refuse the checkpoint; with ``"auto"`` it has to fall back to the previous one. The layout of a file is computed
+here from the manifest as docs/checkpoint-format.md describes it.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from unittest import mock
 import torch
 
 from shardwise.cli import checkpoint as command
-from shardwise.core.checkpoint import write
+from shardwise.core.checkpoint import save
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats.native import verify
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage
 from shardwise.plan import zero
 from shardwise.session import build
@@ -35,13 +35,13 @@ from tests.faults.report import Report
 from tests.faults.small import Small
 from tests.support.checkpoint_setup import differences, everything
 
-PIECE_BYTES = 512  # so that tensors have several pieces
+PIECE_BYTES = 512  # so that tensors have several shards
 MANIFEST = "manifest.json"
 OLD, NEW = "old", "new"
 
 
 class Subject:
-    """A run that saves and loads, with tensors of several dtypes and pieces; one rank, or each of several."""
+    """A run that saves and loads, with tensors of several dtypes and shards, on one rank or on each of several."""
 
     def __init__(self) -> None:
         model = Small(narrow=torch.bfloat16)
@@ -58,7 +58,7 @@ class Subject:
     def save(self, root: str, tag: str) -> None:
         position = {"next": 3, "order": torch.randperm(8)}
         given = {"lr_schedulers": [self.scheduler], "data_position": position, "user_state": ("mine", torch.eye(2))}
-        with mock.patch.object(write, "PIECE_BYTES", PIECE_BYTES):
+        with mock.patch.object(save, "PIECE_BYTES", PIECE_BYTES):
             self.saver.save(root, tag, **given)  # type: ignore[arg-type]
 
     def load(self, root: str, tag: str | None) -> Any:
@@ -69,7 +69,7 @@ class Subject:
 
 
 def write_two(root: str) -> dict[str, Any]:
-    """Save two checkpoints on this rank; the state in the older one."""
+    """Save two checkpoints on this rank; return the state in the older one."""
     subject = Subject()
     subject.step()
     subject.save(root, OLD)
@@ -85,7 +85,7 @@ def write_two(root: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong; ``tensors``: one of them has to be named (none: the manifest itself is hit)."""
+    """One fault; one of ``tensors`` has to be named (if empty, the manifest itself is damaged)."""
 
     kind: str
     what: str
@@ -97,7 +97,7 @@ class Fault:
 
 
 class Place:
-    """A checkpoint directory: what lies where, and ways to damage it."""
+    """A checkpoint directory: the layout of its files, and ways to damage them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -111,17 +111,17 @@ class Place:
             self.pieces += [(names[f], at, at + n * width, tensor) for f, at, _, n, _ in entry["pieces"]]
         self.pieces.sort()
         self.fds = {name: os.open(directory / name, os.O_RDWR) for name in self.content}
-        # Header and pieces are all there is in a file: no byte lies between them.
+        # A file has a header and the shards, with no byte between them.
         for name, header in self.headers.items():
             own = [(start, end) for file, start, end, _ in self.pieces if file == name]
             assert [header, *(end for _, end in own)] == [*(start for start, _ in own), len(self.content[name])], name
 
     def tensors(self, file: str) -> tuple[str, ...]:
-        """Those with bytes in a file."""
+        """Return the tensors with bytes in a file."""
         return tuple(tensor for name, _, _, tensor in self.pieces if name == file)
 
     def region(self, file: str, at: int) -> tuple[str, tuple[str, ...]]:
-        """What byte ``at`` is part of, and the tensors of which one has to be named."""
+        """Return what byte ``at`` belongs to, and the tensors of which one has to be named."""
         if file == MANIFEST:
             return "manifest", ()
         if at < self.headers[file]:
@@ -141,7 +141,7 @@ class Place:
         self.put(file, 0, content)
 
     def restore(self, file: str) -> None:
-        """Undo whatever was done to a file's content."""
+        """Undo all changes of a file's content."""
         self.replace(file, self.content[file])
 
     def resize(self, file: str, nbytes: int) -> None:
@@ -153,9 +153,10 @@ class Place:
 
 
 def changed_bytes(place: Place, stride: int, bits: int, head_bits: int) -> Iterator[Fault]:
-    """Every ``stride``-th byte with ``bits`` of its bits in turn, and with all eight.
+    """Yield every ``stride``-th byte with ``bits`` of its bits in turn, and with all eight.
 
-    Every byte of the manifest's first line, which says which checkpoint is the newest, with ``head_bits`` of them.
+    Every byte of the manifest's first line, which says which checkpoint is the newest, has ``head_bits`` of them
+    flipped.
     """
     for file, content in place.content.items():
         head = content.index(b"\n") if file == MANIFEST else 0
@@ -170,7 +171,7 @@ def changed_bytes(place: Place, stride: int, bits: int, head_bits: int) -> Itera
 
 
 def cut_and_longer(place: Place) -> Iterator[Fault]:
-    """Each file ends at, before and after each boundary that it has, and is longer than it was."""
+    """Let each file end at, before and after each of its boundaries, and let it be longer."""
     for file, content in place.content.items():
         size = len(content)
         if file == MANIFEST:
@@ -185,7 +186,7 @@ def cut_and_longer(place: Place) -> Iterator[Fault]:
 
 
 def swapped_pieces(place: Place) -> Iterator[Fault]:
-    """Every two pieces of the same length, in one file or in two, change places."""
+    """Swap every two shards of equal length, in one file or in two."""
     for (file, start, end, tensor), (file2, start2, end2, tensor2) in itertools.combinations(place.pieces, 2):
         data, data2 = place.content[file][start:end], place.content[file2][start2:end2]
         if len(data) != len(data2) or data == data2:
@@ -202,7 +203,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def swapped_and_missing_files(place: Place, older: Place) -> Iterator[Fault]:
-    """Files of one checkpoint change places, are those of the other checkpoint, or are gone."""
+    """Swap files of a checkpoint, replace them by those of the other checkpoint, or remove them."""
     directory = place.directory
     for file in place.content:
         here, gone, tensors = directory / file, directory.parent / "gone", place.tensors(file)
@@ -220,11 +221,11 @@ def swapped_and_missing_files(place: Place, older: Place) -> Iterator[Fault]:
         yield Fault("swapped files", f"{one}, {other}", (one, other), tensors, swap, swap)
 
 
-# ---- whether they are found
+# ---- detection
 
 
 class Judge:
-    """Applies faults to the newer of two checkpoints and notes what is not found."""
+    """Applies faults to the newer of two checkpoints and records those that are not detected."""
 
     def __init__(self, root: Path, report: Report, older: dict[str, Any]) -> None:
         self.root, self.report, self._older = root, report, older
@@ -235,7 +236,7 @@ class Judge:
         self._options = [parser.parse_args(["checkpoint", "verify", str(path)]) for path in (root, root / NEW)]
 
     def named(self, texts: list[str], fault: Fault) -> str:
-        """What is missing from the messages; empty if nothing is."""
+        """Return what the messages lack; empty if nothing."""
         text = "\n".join(texts)
         wrong = [f"{file} is not named" for file in fault.files if file not in text]
         if fault.tensors and not any(tensor in text for tensor in fault.tensors):
@@ -245,7 +246,7 @@ class Judge:
         return "; ".join(wrong)
 
     def judge(self, fault: Fault) -> None:
-        """Apply, look, undo."""
+        """Apply the fault, check, undo."""
         self._number += 1
         fault.apply()
         try:
@@ -293,19 +294,19 @@ class Judge:
             self._lost(fault, "'auto' restores other values than the older one's")
 
     def _unread(self, fault: Fault, why: str) -> None:
-        """One rank does not read the generators of a second one: then nothing wrong was loaded."""
+        """One rank does not read the random state of a second one: then nothing wrong was loaded."""
         if fault.tensors and all(tensor.startswith("state/rng/1/") for tensor in fault.tensors):
             self.report.counts["in what one rank does not read"] += 1
         else:
             self._lost(fault, why)
 
     def check_whole(self) -> None:
-        """After the faults everything is as it was."""
+        """Check that everything is as before, after the faults."""
         if verify(self.root / NEW) or verify(self.root / OLD) or self.subject.load(str(self.root), None).tag != NEW:
             self.report.lost.append("the checkpoints are not what they were: a fault was not undone")
 
     def latest(self) -> None:
-        """``latest`` is for people: whatever is in it, the newest one is loaded."""
+        """Check that the newest checkpoint is loaded for any content of ``latest``, which is for people."""
         latest = self.root / "latest"
         content = latest.read_bytes()
         for bad in [*(content[:at] + b"\0" + content[at + 1 :] for at in range(len(content))), b"", b"old\n", None]:
@@ -336,8 +337,11 @@ def _damage(root: Path, older: dict[str, Any], report: Report, stride: int, bits
 
 
 def campaign(stride: int = 1, bits: int = 8, head_bits: int = 8) -> Report:
-    """Every ``stride``-th byte, ``bits`` single bits of each, ``head_bits`` where a manifest says which is the newest;
-    1, 8 and 8 are everything."""
+    """Flip every ``stride``-th byte, ``bits`` single bits of each, and ``head_bits`` where a manifest says which is the
+    newest.
+
+    1, 8 and 8 are everything.
+    """
     report = Report("flips")
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:

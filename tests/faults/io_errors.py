@@ -1,9 +1,9 @@
 """Every system call of a save, re-save, purge, asynchronous save and load fails in turn, on either of two ranks.
 
-The modules that change files get a stand-in for ``os`` (and for what else they call), which counts calls and makes
-one of them fail: with EIO, ENOSPC, EACCES or EPERM, after a write of half the bytes, or with a short write that is no
-error. Afterwards all ranks must have the same clear error (or none), every earlier checkpoint must hold the same bits,
-training must go on as that of a twin that never saves, and the next save must succeed and leave nothing behind.
+The modules that change files get a stand-in for ``os`` (and for other functions that they call), which counts calls and
+makes one of them fail: with EIO, ENOSPC, EACCES or EPERM, after a write of half the bytes, or with a short write that
+is no error. Afterwards all ranks must raise the same clear error (or none), every earlier checkpoint must have the same
+bits, training must go on as that of a twin that never saves, and the next save must succeed and leave no extra files.
 """
 
 import errno
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.formats.native import NativeSource, verify
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
@@ -30,10 +30,10 @@ NUMBERS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EPERM, SHORT)
 ACTIONS = ("new", "re-save", "re-save without exchange", "asynchronous new", "asynchronous re-save", "load")
 
 HARMLESS = {"listdir", "unlink", "rmdir", "flock", "close of a directory", "link"}
-"""Calls whose failure may go unmentioned: they only tidy up, and what they leave the next save removes; what cannot be
-linked is copied."""
+"""Calls whose failure may stay without an error: they only clean up, and the next save removes what they leave. What
+cannot be linked is copied."""
 NOT_THERE = {"posix_fallocate", "fsync of a directory", "renameat2"}
-"""Calls that some file systems do not have, which say so with EPERM; the save does without them."""
+"""Calls that some file systems do not support, which return EPERM; the save works without them."""
 
 
 class Twins:
@@ -49,7 +49,7 @@ class Twins:
         self.version = 0
 
     def step(self) -> dict[str, torch.Tensor]:
-        """One more update of both; the weights."""
+        """Make one more update of both; return the weights."""
         self.version += 1
         states = []
         for session in self.sessions:
@@ -74,7 +74,7 @@ class Sweep:
         self.root, self.action, self.failing_rank, self.mesh, self.system = root, action, failing_rank, mesh, system
         self.twins = Twins(mesh, zero(3))
         self.saved: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
-        """By tag the version and weights of what must be there."""
+        """Version and weights of each tag that must exist."""
         self.counts: Counter[str] = Counter()
         self.lost: list[str] = []
         self.noted = False
@@ -87,7 +87,7 @@ class Sweep:
         return f"v{self._tags}"
 
     def save(self, tag: str) -> tuple[str, dict[str, torch.Tensor]]:
-        """Train and save; the error, and the weights."""
+        """Train and save; return the error, and the weights."""
         weights = self.twins.step()
         saver = self.twins.saver
         try:
@@ -101,7 +101,7 @@ class Sweep:
         self.lost.append(f"{self.action}, rank {self.failing_rank}, version {self.twins.version}: {what}")
 
     def check(self, expected: dict[str, tuple[int, dict[str, torch.Tensor]]], what: str) -> None:
-        """All of ``expected`` is there, bit for bit (checked by rank 0)."""
+        """Check that all of ``expected`` is there, bit for bit (on rank 0)."""
         self.mesh.world.barrier()
         if self.mesh.rank == 0:
             places = {each.tag: each.path for each in scan(self.root)}
@@ -120,7 +120,7 @@ class Sweep:
         self.mesh.world.barrier()
 
     def good_save(self) -> None:
-        """One that must succeed, purge what is too much, and leave nothing hidden."""
+        """Make a save that must succeed, purge old checkpoints, and leave no hidden files."""
         tag = self.tag()
         error, weights = self.save(tag)
         if error:
@@ -135,7 +135,7 @@ class Sweep:
         self.mesh.world.barrier()
 
     def look_at_notes(self, tag: str) -> None:
-        """A file and a folder of another origin stay in a tag that is saved again."""
+        """Check that a user's file and folder stay in a tag that is saved again."""
         notes = [Path(self.root, tag, name) for name in ("notes", "folder/notes")]
         if "re-save" in self.action and self.noted and not all(note.is_file() for note in notes):
             self.problem(f"of {notes} some are gone")
@@ -145,13 +145,13 @@ class Sweep:
         self.noted = True
 
     def expect(self, tag: str, weights: dict[str, torch.Tensor]) -> None:
-        """``tag`` is saved now, and the two newest are kept."""
+        """Record that ``tag`` is saved now, and that the two newest stay."""
         self.saved.pop(tag, None)
         self.saved[tag] = (self.twins.version, weights)
         self.saved = dict(list(self.saved.items())[-2:])
 
     def failed_call(self, error: str) -> str:
-        """What has failed on the one rank; all have the same error. Empty: there were fewer calls."""
+        """Return what failed on the one rank; all raise the same error. Empty if there were fewer calls."""
         posts = self.mesh.world.exchange_object([error, self.system.at is not None, self.system.failed])
         self.system.arm(None)
         _, armed, called = posts[self.failing_rank]
@@ -163,7 +163,7 @@ class Sweep:
         return str(called)
 
     def inject(self, at: int, number: int) -> bool:
-        """Whether the action has that many calls."""
+        """Let the call fail; return whether the action has that many calls."""
         tag, mine = self.tag(), self.mesh.rank == self.failing_rank
         self.system.arm(at if mine else None, number)
         error, weights = self.save(tag)
@@ -182,7 +182,7 @@ class Sweep:
         return True
 
     def inject_load(self, at: int, number: int) -> bool:
-        """The same for a load: refused as damage on every rank, and the one before is whole."""
+        """Do the same for a load: every rank reports damage, and the previous checkpoint is complete."""
         newest = list(self.saved)[-1]
         self.system.arm(at if self.mesh.rank == self.failing_rank else None, number)
         error = ""
@@ -201,7 +201,7 @@ class Sweep:
         return bool(called)
 
     def run(self, numbers: tuple[int, ...], stride: int) -> None:
-        """Every ``stride``-th call with every one of ``numbers``."""
+        """Let every ``stride``-th call fail with every one of ``numbers``."""
         self.good_save()
         self.good_save()
         before = len(os.listdir("/proc/self/fd"))
@@ -224,7 +224,7 @@ class Sweep:
 
 
 def sweep(root: str, actions: list[str], numbers: tuple[int, ...], stride: int) -> tuple[Counter[str], list[str]]:
-    """All of it on this rank of two; what rank 0 counted and what either found wrong."""
+    """Run everything on this rank of two; return what rank 0 counted and what either rank reports as wrong."""
     counts, lost, plan = Counter[str](), list[str](), zero(3)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
     for action in actions:
@@ -239,7 +239,7 @@ def sweep(root: str, actions: list[str], numbers: tuple[int, ...], stride: int) 
 
 
 def campaign(stride: int = 1, directory: str | None = None) -> Report:
-    """Every ``stride``-th call of every action; 1 is everything."""
+    """Let every ``stride``-th call of every action fail; 1 is everything."""
     report = Report("I/O errors")
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for action in ACTIONS:

@@ -2,7 +2,7 @@
 
 Each trial forks 1 to 3 ranks that restore the newest checkpoint and then save one version after the other: new tags,
 the same tag again, purges, synchronous and asynchronous. After a random time a random subset of them is killed. What
-the ranks were told is saved must be there, and what is visible must be whole and hold the values of its version.
+was reported as saved must be there, and what is visible must be complete and have the values of its version.
 """
 
 import datetime
@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.formats.native import NativeSource, verify
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.plan import zero
 from shardwise.session import build
 from tests.faults.report import Report
@@ -31,8 +31,8 @@ GRACE_S = 20.0
 SHAPES = {"first.weight": (9, 7), "first.bias": (9,), "second.weight": (301, 211), "second.bias": (301,)}
 LONGEST_S = 0.1
 MOST_LINES = 12
-"""A kill comes when the first rank has told one to so many lines (that it is ready, begins a save, has saved) and up to
-``LONGEST_S`` later, so that a slow machine makes as many saves."""
+"""Ranks are killed when the first rank has written a random number of lines up to this (ready, save begins, saved) and
+up to ``LONGEST_S`` later, so that a slow machine makes as many saves."""
 
 
 class Net(nn.Module):
@@ -47,13 +47,13 @@ def values_of(version: int) -> dict[str, torch.Tensor]:
 
 
 def save_until_killed(root: Path, rank: int, world_size: int, trial: int, tell: Callable[[str], None]) -> None:
-    """One rank's life."""
+    """Run one rank until it is killed."""
     chooser = random.Random(trial)
     stacks = open(root.parent / f"stacks-{trial}-{rank}", "w")  # noqa: SIM115 (open as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     store = dist.FileStore(str(root.parent / f"store-{trial}"), world_size)
     timeout = datetime.timedelta(seconds=GRACE_S)
-    store.set_timeout(timeout)  # a rank that is making a group looks for its dead peers there, 5 minutes by default
+    store.set_timeout(timeout)  # a rank that creates a group looks for its dead peers there, by default for 5 minutes
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     model = Net()
     session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), zero(3))
@@ -96,7 +96,7 @@ def _fork(root: Path, rank: int, world_size: int, trial: int) -> tuple[int, int]
 
 
 def _reap(pids: list[int], seconds: float) -> list[int]:
-    """Those that do not end in time."""
+    """Return those that do not end in time."""
     end = time.monotonic() + seconds
     left = list(pids)
     while left and time.monotonic() < end:
@@ -106,7 +106,7 @@ def _reap(pids: list[int], seconds: float) -> list[int]:
 
 
 def _told(read: int, count: int) -> bytes:
-    """What a rank tells until it has told so many lines, or died."""
+    """Return what a rank reports until it has written so many lines, or died."""
     head = b""
     while head.count(b"\n") < count and (more := os.read(read, 1 << 16)):
         head += more
@@ -114,7 +114,7 @@ def _told(read: int, count: int) -> bytes:
 
 
 def trial(root: Path, number: int, chooser: random.Random, report: Report) -> None:
-    """Start ranks, kill some, and look at what is left."""
+    """Start ranks, kill some, and check the files."""
     world_size, before = chooser.randint(1, 3), {each.tag for each in scan(str(root))}
     notes = _write_notes(root, number)
     ranks = [_fork(root, rank, world_size, number) for rank in range(world_size)]
@@ -123,10 +123,10 @@ def trial(root: Path, number: int, chooser: random.Random, report: Report) -> No
     victims = chooser.sample(range(world_size), chooser.randint(1, world_size))
     for victim in victims:
         os.kill(ranks[victim][0], signal.SIGKILL)
-    late = _reap([pid for pid, _ in ranks], 3 * GRACE_S)  # making a group waits for the store, then for gloo
+    late = _reap([pid for pid, _ in ranks], 3 * GRACE_S)  # the creation of a group waits for the store, then for gloo
     for pid in late:
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(5.0)  # on a busy machine it takes a while to write
+        time.sleep(5.0)  # on a busy machine a write takes a while
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if late:
@@ -148,7 +148,7 @@ def trial(root: Path, number: int, chooser: random.Random, report: Report) -> No
 
 
 def _write_notes(root: Path, number: int) -> list[tuple[str, str]]:
-    """A file and a folder of the user's in every checkpoint; tag and path of all there are."""
+    """Write a file and a folder of the user's into every checkpoint; return tag and path of all of them."""
     found = {each.tag: Path(each.path) for each in scan(str(root))}
     for path in found.values():
         (path / "notes").mkdir(exist_ok=True)
@@ -158,7 +158,7 @@ def _write_notes(root: Path, number: int) -> list[tuple[str, str]]:
 
 
 def _look_at_hangs(root: Path, number: int, late: int, report: Report) -> None:
-    """Torch's gloo waits five times its time-out for a peer that dies while they connect: counted, and not ours."""
+    """Torch's gloo waits five times its time-out for a peer that dies while they connect: counted separately."""
     stacks = [path.read_text() for path in sorted(root.parent.glob(f"stacks-{number}-*"))]
     stacks = [stack for stack in stacks if stack]
     making = [stack for stack in stacks if "_new_process_group_helper" in stack.split("File", 2)[1]]
@@ -169,7 +169,7 @@ def _look_at_hangs(root: Path, number: int, late: int, report: Report) -> None:
 
 
 def _count_what_was_hit(lines: list[list[str]], before: set[str], report: Report) -> None:
-    """What the first rank was in the middle of, by kind; a save that still ran beside the next one counts as well."""
+    """Count what the first rank was doing, by kind; a save that still ran next to the following one counts as well."""
     told = [line.split() for line in lines[0]]
     saved = {int(words[2]) for words in told if words[0] == "saved"}
     tags, hit = set(before), set()
@@ -211,12 +211,12 @@ def _check(root: Path, lines: list[list[str]], report: Report, number: int) -> N
         report.lost.append(f"trial {number}: version {newest} was saved, the newest there is {found_newest}")
     latest = root / "latest"
     if latest.exists() and latest.read_text().strip() not in {each.tag for each in found}:
-        # Purges begin after `latest` moved, so it always names one that is there.
+        # `latest` moves before a purge, so it always names a checkpoint that exists.
         report.lost.append(f"trial {number}: latest names {latest.read_text()!r}, there are {[e.tag for e in found]}")
 
 
 def campaign(count: int, seed: int = 0, directory: str | None = None) -> Report:
-    """``count`` kills. Nothing may have used torch's threads in this process before."""
+    """Run ``count`` kills. Nothing may have used torch's threads in this process before."""
     torch.set_num_threads(1)
     chooser, report = random.Random(seed), Report("kills")
     with tempfile.TemporaryDirectory(dir=directory) as folder:

@@ -1,4 +1,4 @@
-"""What a part of the fault campaign counted, and what it found lost."""
+"""Counts of a part of the fault campaign, and what was lost."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Report:
-    """``lost`` is empty where everything is as it should be; each entry says what happened in which trial."""
+    """Counts and losses; ``lost`` is empty if everything is right, and each entry names the trial and the loss."""
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)

@@ -1,11 +1,11 @@
-"""The model whose checkpoints are damaged: little of everything that a checkpoint can hold."""
+"""The model whose checkpoints are damaged: small, with everything that a checkpoint can contain."""
 
 import torch
 from torch import nn
 
 
 class Small(nn.Module):
-    """A tied weight, a buffer, an empty parameter, and one of dtype ``narrow``."""
+    """A tied weight, a buffer, an empty parameter, and a parameter of dtype ``narrow``."""
 
     def __init__(self, narrow: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -17,5 +17,5 @@ class Small(nn.Module):
         self.register_buffer("seen", torch.tensor([7, 8]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A number in the dtype of ``x``."""
+        """Return a number in the dtype of ``x``."""
         return (self.first(x) * self.second(x)).sum() + self.narrow.to(x.dtype).sum() + self.nothing.to(x.dtype).sum()

@@ -1,14 +1,14 @@
 """A long run with saves, asynchronous saves, loads and evaluations in between: nothing may grow.
 
-After every cycle (a fixed order of all of these) each rank notes what it holds. What is counted (tensors, their bytes,
-descriptors, threads, files in shared memory and on the disk) must be as low again in the last fifth as it was in the
-second one (a message that is under way may add a few for a moment). Memory (resident, of the process's own: not files,
-which other processes share) may not rise by more than ``ALLOWED_BYTES`` over the whole run, measured as a straight line
-through the samples after the first fifth; a leak of one small object (200 bytes) a step would be twice as much over
-10,000 steps. Objects of Python are held to the same line, at 200 bytes each. In a shorter run memory may rise by twice
-as much, since what the allocator takes until it has settled (1 to 3 MiB in the first 500 steps) weighs more there; with
-less than 3,000 steps it is not judged. A tenth of the steps is made once more with parameters and state in all tiers,
-updates during backward and gloo, where only what is counted is judged.
+After every cycle (a fixed order of all of these) each rank takes a sample. Counts (tensors, their bytes, descriptors,
+threads, files in shared memory and on the disk) must be as low again in the last fifth as in the second one (a message
+in flight may add a few for a moment). Memory (resident, of this process: not files, which other processes share) may
+not rise by more than ``ALLOWED_BYTES`` over the run, measured as a straight line through the samples after the first
+fifth; a leak of one small object (200 bytes) per step would be twice as much over 10,000 steps. Python objects have the
+same limit, at 200 bytes each. In a shorter run memory may rise by twice as much, since the allocator's growth until it
+has settled (1 to 3 MiB in the first 500 steps) weighs more there; with less than 3,000 steps it is not checked. A tenth
+of the steps runs once more with parameters and state in all tiers, updates during backward and gloo, where only the
+counts are checked.
 """
 
 import gc
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import build
@@ -33,13 +33,13 @@ from tests.support import counters
 CYCLE = 20  # steps between two samples
 ALLOWED_BYTES = 1 << 20
 WHOLE_CYCLES = 500  # 10,000 steps
-SETTLED_CYCLES = 150  # with fewer, memory is not judged
+SETTLED_CYCLES = 150  # with fewer, memory is not checked
 OBJECT_BYTES = 200
 EXACT = ("tensors", "tensor bytes", "descriptors", "threads", "shared-memory files", "disk files")
 
 
 class Net(nn.Module):
-    """Small, with a buffer that changes."""
+    """A small model, with a buffer that changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Net(nn.Module):
 
 
 def resident_bytes() -> int:
-    """Memory that is this process's own, and what it has mapped of shared memory."""
+    """Return the memory of this process alone, and the shared memory that it has mapped."""
     return counters.resident_bytes("RssAnon:") + counters.resident_bytes("RssShmem:")
 
 
 def sample(root: Path) -> dict[str, int]:
-    """What this process holds now."""
+    """Return the present counts of this process."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     shared = {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line or "/memfd:" in line}
@@ -107,14 +107,15 @@ class Soak:
         self.counts["asynchronous saves" if use_async else "saves"] += 1
 
     def load(self) -> None:
-        """Restoring what was just saved must not change what an evaluation gives."""
+        """Restore what was just saved, and check that evaluations give the same result."""
         before = self.evaluate()
         restored = self.saver.load(self.root, "auto", lr_schedulers=[self.scheduler])
         assert restored is not None and restored.skipped == () and self.evaluate() == before
         self.counts["loads"] += 1
 
     def cycle(self) -> dict[str, int]:
-        """``CYCLE`` steps, two synchronous and two asynchronous saves (one of each again into a tag), a load."""
+        """Run ``CYCLE`` steps, two synchronous and two asynchronous saves (one of each again into a tag), and a
+        load."""
         actions = {3: partial(self.save, None, True), 8: partial(self.save, "same", False), 12: self.evaluate}
         actions[15] = partial(self.save, "same", True)
         for at in range(CYCLE):
@@ -130,7 +131,7 @@ class Soak:
 
 
 def soak(root: str, steps: int, tiers: bool) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """What was done, and one sample a cycle, on this rank."""
+    """Return what was done, and one sample per cycle, on this rank."""
     plan = zero(3)
     if tiers:
         plan = plan.but(update="backward", shared_memory=False, tiers=tier_plan("thirds", f"{root}/disk"))
@@ -145,7 +146,7 @@ def soak(root: str, steps: int, tiers: bool) -> tuple[dict[str, int], list[dict[
 
 
 def rise(values: list[int]) -> float:
-    """Over the length of ``values``, of the straight line (least squares) through all but the first fifth of them."""
+    """Return the rise of the straight line (least squares) through all ``values`` but the first fifth."""
     used = torch.tensor(values[len(values) // 5 :], dtype=torch.float64)
     x = torch.arange(len(used), dtype=torch.float64)
     x = x - x.mean()
@@ -153,7 +154,7 @@ def rise(values: list[int]) -> float:
 
 
 def judge(samples: list[dict[str, int]]) -> list[str]:
-    """What grew, in words."""
+    """Return what grew, in words."""
     grown = judge_counts(samples)
     settling = 1 if len(samples) >= WHOLE_CYCLES else 2
     for name, size, allowed in (("memory", 1, settling * ALLOWED_BYTES), ("objects", OBJECT_BYTES, ALLOWED_BYTES)):
@@ -164,7 +165,7 @@ def judge(samples: list[dict[str, int]]) -> list[str]:
 
 
 def judge_counts(samples: list[dict[str, int]]) -> list[str]:
-    """The same of what is counted; memory takes some thousand steps to settle."""
+    """Return which counts grew; memory takes some thousand steps to settle."""
     fifth = len(samples) // 5
     grown = []
     for name in EXACT:
@@ -175,7 +176,7 @@ def judge_counts(samples: list[dict[str, int]]) -> list[str]:
 
 
 def campaign(steps: int, directory: str | None = None) -> Report:
-    """``steps`` updates on two ranks, and a tenth of them with tiers."""
+    """Run ``steps`` updates on two ranks, and a tenth of them with tiers."""
     report = Report("soak")
     for tiers in (False, True):
         count = steps // 10 if tiers else steps

@@ -1,4 +1,4 @@
-"""A stand-in for the system's calls, which counts them and makes one of them fail."""
+"""A stand-in for system calls, which counts them and makes one of them fail."""
 
 import ctypes
 import errno
@@ -11,23 +11,23 @@ from typing import Any
 from unittest import mock
 
 from shardwise.core.checkpoint import atomic, directory
-from shardwise.core.checkpoint.formats import native, output
+from shardwise.core.checkpoint.formats import atomic_files, native
 
-SHORT = 0  # a write that takes only a part
+SHORT = 0  # a short write
 CHANGING = ("mkdir", "makedirs", "open", "close", "link", "rename", "unlink", "rmdir")
 WRITING = (*CHANGING, "posix_fallocate", "pwrite", "fsync")
 READING = ("listdir", "stat", "preadv")
 
 
 class System:
-    """Stands in for ``os`` and ``fcntl`` in a module. Attribute access gives the real thing, watched."""
+    """Stands in for ``os`` and ``fcntl`` in a module. Attribute access returns the real function, counted."""
 
     def __init__(self) -> None:
         self.at: int | None = None
         self.number, self.failed = errno.EIO, ""
 
     def arm(self, at: int | None, number: int = errno.EIO) -> None:
-        """The call number ``at`` from now fails (``None``: none does)."""
+        """Let call number ``at`` from now fail (``None``: none)."""
         self.at, self.number, self.failed = at, number, ""
 
     def __getattr__(self, name: str) -> Any:
@@ -45,7 +45,7 @@ class System:
         return call
 
     def reached(self, name: str) -> bool:
-        """Whether the call that is made now is the one."""
+        """Return whether the present call is the one that has to fail."""
         if self.at is None or (self.number == SHORT and name != "pwrite"):
             return False
         self.at -= 1
@@ -55,7 +55,7 @@ class System:
         return True
 
     def fail(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """As the system does it: a close that fails has closed, a full disk took a part of the bytes."""
+        """Fail as the system does: a failed close has closed the file, a full disk has written some of the bytes."""
         self.failed = name
         if name in ("fsync", "close"):
             kind = "directory" if stat.S_ISDIR(os.fstat(args[0]).st_mode) else "file"
@@ -72,7 +72,7 @@ class System:
 
 @contextmanager
 def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
-    """Every module that touches a checkpoint's files calls it."""
+    """Let every module that changes a checkpoint's files call the stand-in."""
     system, renameat2 = System(), atomic.DISK._renameat2
 
     def exchange(*args: Any) -> int:
@@ -86,7 +86,7 @@ def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
         return int(renameat2(*args))
 
     with ExitStack() as stack:
-        for module in (atomic, directory, native, output):
+        for module in (atomic, directory, native, atomic_files):
             stack.enter_context(mock.patch.object(module, "os", system))
         stack.enter_context(mock.patch.object(atomic, "fcntl", system))
         stack.enter_context(mock.patch.object(atomic.DISK, "_renameat2", exchange))

@@ -14,7 +14,7 @@ START, END = "<!-- what runs -->\n", "<!-- end of what runs -->\n"
 
 
 def main() -> int:
-    """Print a line for each program and its output where it is wrong; 1 if one is."""
+    """Print a line for each program, and its output if it is wrong; the exit status is 1 if one is."""
     parser = argparse.ArgumentParser(prog="python -m tests.foreign", description=__doc__)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="how their names begin (default: all)")
     parser.add_argument("--write", action="store_true", help="write the table of docs/inside/porting.md (all programs)")
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def table(found: Iterable[Outcome]) -> str:
-    """Rows in Markdown."""
+    """Return the rows in Markdown."""
     rows = [
         f"| {each.case.library} | `{each.case.name}` | {each.case.what} | {each.wrong or 'as plain PyTorch'} |"
         for each in found

@@ -1,4 +1,4 @@
-"""Programs for other libraries, how each is started, and what it has to print."""
+"""Programs for other libraries, how each is started, and the expected output."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,12 @@ class Case:
     """One program with its arguments.
 
     Attributes:
-        library: which it was written for.
+        library: the library that it was written for.
         command: the program and its arguments.
-        expected: the same, of what prints the loss that it has to print, run alone.
-        what: of the library it uses.
-        ranks: that torchrun starts; 0: the program starts its own.
-        instead: a library that ours stands for while the program runs as it is; empty: it is ported.
+        expected: command of the plain program that prints the expected loss.
+        what: features of the library that it uses.
+        ranks: number that torchrun starts; 0: the program starts its own.
+        instead: a library that shardwise stands in for while the program runs unchanged; empty: it is ported.
     """
 
     library: str
@@ -34,7 +34,7 @@ class Case:
 
 LIBRARIES = {"colossalai": "ColossalAI", "deepspeed": "DeepSpeed", "transformers": "transformers with DeepSpeed"}
 LIBRARIES |= {"accelerate": "accelerate with DeepSpeed", "lightning": "Lightning", "fabric": "Fabric"}
-"""By how the names of their programs begin."""
+"""Libraries, by the beginning of the names of their programs."""
 PLUGINS = ("torch_ddp", "low_level_zero", "gemini", "hybrid")
 WHAT = {
     **{

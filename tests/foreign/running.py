@@ -1,4 +1,4 @@
-"""A case from the program as it was written to what it printed, in a folder of its own."""
+"""Ports and runs a case in a separate directory, and compares its output."""
 
 import os
 import re
@@ -18,14 +18,14 @@ from tests.foreign.cases import PROGRAMS, Case
 from tests.launcher_variables import without_launcher
 
 RELATIVE = 1e-4
-"""How far a loss in fp32 may be from the plain program's, after eight steps of Adam."""
+"""Allowed difference of an fp32 loss from the plain program's, after eight steps of Adam."""
 SECONDS = 600.0
 REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case; ``wrong`` is empty where all was right."""
+    """The outcome of a case; ``wrong`` is empty if everything is right."""
 
     case: Case
     loss: float | None
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def outcome(case: Case, started: Callable[[Sequence[str], Path], tuple[int, str]] | None = None) -> Outcome:
-    """Port (or not), run, and compare. ``started`` runs a command in a folder in another way than a shell does."""
+    """Port (or not), run, and compare. ``started`` replaces the way to run a command in a directory."""
     with TemporaryDirectory(prefix="ported-") as name:
         folder = Path(name)
         for path in PROGRAMS.glob("*.py"):
@@ -46,7 +46,7 @@ def outcome(case: Case, started: Callable[[Sequence[str], Path], tuple[int, str]
         wrong = f"ended with {status}: {reason(output)}"
     elif loss is None:
         wrong = "printed no loss"
-    # Not the other way round: NaN is no equal of anything.
+    # In this form NaN fails: no comparison with it is true.
     elif not abs(loss - (expected := expected_loss(case.expected))) <= RELATIVE * abs(expected):
         wrong = f"printed {loss}, and plain PyTorch {expected}"
     return Outcome(case, loss, wrong, output)
@@ -54,7 +54,7 @@ def outcome(case: Case, started: Callable[[Sequence[str], Path], tuple[int, str]
 
 @cache
 def expected_loss(command: tuple[str, ...]) -> float:
-    """What the plain program prints."""
+    """Return the loss that the plain program prints."""
     with TemporaryDirectory(prefix="plain-") as name:
         shutil.copytree(PROGRAMS, name, dirs_exist_ok=True)
         status, output = _run([sys.executable, *command], Path(name))
@@ -68,7 +68,7 @@ def _started(case: Case) -> list[str]:
     if case.instead:
         command = ["-m", "shardwise", "run", "--as", case.instead, "--nproc", str(case.ranks), *command]
     elif case.ranks:
-        # Without an address ranks are given the host's name, which nothing may resolve where there is no network.
+        # Without an address ranks get the host's name, which nothing may resolve without a network.
         launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         command = [*launcher, "--nproc-per-node", str(case.ranks), *command]
     return [sys.executable, *command]
@@ -97,11 +97,11 @@ def _loss(output: str) -> float | None:
 NAMES = r"(\[?rank ?\d+\]?: ?)?[\w.]*(Error|UnsupportedName|Exception|Interrupt|Failed|Hanging|Skipped)\b"
 
 
-def reason(text: str, last: bool = False, launcher: str = "ChildFailedError") -> str:
-    """The first line (or ``last``) that names an error, of a rank rather than of its ``launcher``."""
+def reason(text: str, last: bool = False) -> str:
+    """Return the first line (or the ``last``) that names an error, of a rank rather than of its launcher."""
     lines = [line.strip().removeprefix("E ").strip() for line in text.splitlines()]
     errors = [line for line in lines if re.match(NAMES, line)]
-    own = [line for line in errors if launcher not in line]
+    own = [line for line in errors if "ChildFailedError" not in line]
     return " ".join((own or errors or lines or ["nothing was printed"])[-1 if last or not own else 0].split())[:300]
 
 
@@ -113,5 +113,5 @@ def write_table(start: str, end: str, table: str) -> None:
 
 
 def python_path(*places: object) -> str:
-    """The variable ``PYTHONPATH`` with these first."""
+    """Return ``PYTHONPATH`` with these directories first."""
     return os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,6 +1,6 @@
 """Programs written for other libraries, ported and run: two in the full set, all in the campaign.
 
-In the quick set one of them runs in forks of a process that has imported torch.
+The quick set runs one of them in forks of a process that has imported torch.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ FULL = {"colossalai_booster.py --plugin gemini", "deepspeed_zero3.py"}
 
 
 def in_forks(command: Sequence[str], folder: Path) -> tuple[int, str]:
-    """A program that writes no file, with ``shardwise run`` in torchrun's place."""
+    """Run a program that writes no file, with ``shardwise run`` instead of torchrun."""
     (place,) = (index for index, word in enumerate(command) if word.endswith(".py"))
     program = [str(folder / command[place]), *command[place + 1 :]]
     return launching.finished("shardwise", "run", "--nproc", "2", *program, log=folder / "log")
 
 
-def test_a_program_runs_in_forks_as_it_did() -> None:
+def test_ported_program_gives_the_same_loss_in_forks() -> None:
     (case,) = (case for case in CASES if case.name == QUICK)
     found = outcome(case, in_forks)
     assert not found.wrong, f"{found.wrong}\n{found.output[-4000:]}"
@@ -36,10 +36,10 @@ def in_sets() -> list[object]:
 
 
 @pytest.mark.parametrize("case", in_sets())
-def test_a_program_runs_as_it_did(case: Case) -> None:
+def test_ported_program_gives_the_same_loss(case: Case) -> None:
     found = outcome(case)
     assert not found.wrong, f"{found.wrong}\n{found.output[-4000:]}"
 
 
-def test_those_of_every_run_are_there() -> None:
+def test_names_of_the_full_set_exist() -> None:
     assert {case.name for case in CASES} >= FULL

@@ -1,7 +1,7 @@
-"""``python tests/gpu``: the tests of this folder under pytest, some of them if asked for, with a record of each.
+"""``python tests/gpu``: run the tests of this folder, or some of them, under pytest with a record of each test.
 
-By its path, since a package ``tests`` that something has installed would be found instead of this folder by its name.
-Exit status: 0, or another where a test failed or there was none to run.
+Run it by path: an installed package named ``tests`` would be found instead of this folder by name. The exit status is 0
+if all tests passed, and nonzero if one failed or none ran.
 """
 
 import argparse
@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
-# In place of this folder, whose names are too common for a search path.
+# This folder itself is not on the search path, since its module names are too common.
 sys.path[:] = [str(HERE.parent), str(HERE.parents[1]), *(each for each in sys.path if Path(each).resolve() != HERE)]
 tests = ModuleType("tests")
-tests.__path__ = [str(HERE.parent)]  # the folder has no __init__.py, so an installed package would win
+tests.__path__ = [str(HERE.parent)]  # Without __init__.py an installed package named tests would take precedence.
 sys.modules["tests"] = tests
 
 try:
@@ -28,7 +28,7 @@ from gpu.records import Records  # noqa: E402
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python tests/gpu", description=__doc__.split("\n\n")[0])
     known = sorted(path.name for path in HERE.glob("test_*.py"))
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(known)} (default: all)")
@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and say what failed."""
+    """Run the tests and print the failures."""
     options = parse(arguments)
     records = Records(options)
     settings = ["-q", "-p", "no:cacheprovider", "--rootdir", str(HERE.parents[1]), "--gpu-device", options.device]

@@ -1,6 +1,6 @@
-"""``python -m pytest tests/gpu``: skipped without a GPU. One GPU is enough; two or more use NCCL between them.
+"""Fixtures of ``python -m pytest tests/gpu``, which is skipped without a GPU; two or more GPUs use NCCL.
 
-``--gpu-device cpu`` runs what does not need CUDA itself on the CPU. So does ``make test-full`` without a GPU.
+``--gpu-device cpu`` runs the tests that do not need CUDA on the CPU, as ``make test-full`` does without a GPU.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def _device_type(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark everything here ``gpu``, and skip it where there is none."""
+    """Mark all tests of this folder ``gpu``, and skip those that cannot run."""
     device_type = _device_type(config)
     for item in items:
         if HERE not in item.path.parents:
@@ -39,8 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _reason_to_skip(device_type: str, needed: Sequence[int], packages: Sequence[str] = ()) -> str:
-    """Why a test that is marked with ``gpus(n)`` for each of ``needed``, and with ``packages(...)``, cannot run; empty
-    where it can."""
+    """Return why a test with ``gpus(n)`` for each of ``needed`` and with ``packages(...)`` cannot run, or an empty
+    string.
+    """
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         return f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
@@ -58,12 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def device_type(request: pytest.FixtureRequest) -> str:
-    """``cuda``, or ``cpu`` if that was asked for."""
+    """The device type: ``cuda``, or ``cpu`` if requested."""
     return _device_type(request.config)
 
 
 def _pool(ranks: int) -> Any:
-    """Of so many ranks: with a GPU each over NCCL, or sharing one over gloo."""
+    """Return a fixture with a pool of ranks: one GPU for each over NCCL, or a shared one over gloo."""
 
     @pytest.fixture(scope="session")
     def pool_of(device_type: str) -> Iterator[RankPool]:
@@ -81,5 +82,5 @@ one_rank, two_ranks, four_ranks = _pool(1), _pool(2), _pool(4)
 
 @pytest.fixture(params=[1, 2], ids=["1rank", "2ranks"])
 def pool(request: pytest.FixtureRequest) -> RankPool:
-    """Each of them in turn."""
+    """A pool of one and of two ranks, in turn."""
     return request.getfixturevalue("one_rank" if request.param == 1 else "two_ranks")

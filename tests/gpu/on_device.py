@@ -1,4 +1,4 @@
-"""What the ranks of the GPU tests run; every function takes the device type, so that it also runs on the CPU."""
+"""Functions that the ranks of the GPU tests run. Each takes the device type, so that it also runs on the CPU."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ STEPS = 3
 
 
 def device_of_rank(device_type: str) -> torch.device:
-    """This rank's device, made current; ranks share GPUs where there are fewer of them. TF32 is off."""
+    """Return this rank's device and make it current, with TF32 off; ranks share GPUs if there are too few."""
     if device_type == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
@@ -37,7 +37,9 @@ def device_of_rank(device_type: str) -> torch.device:
 
 @functools.cache
 def _make_work_spaces(device: torch.device) -> None:
-    """Those of cuBLAS, of this thread and of autograd's: up to 32 MiB each, from the allocator that tests ask."""
+    """Allocate cuBLAS's work spaces, for this thread and autograd's, since tests read the allocator: up to 32 MiB
+    each.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         layer = nn.Linear(64, 64, device=device, dtype=dtype)
         layer(torch.ones(8, 64, device=device, dtype=dtype, requires_grad=True)).sum().backward()
@@ -45,14 +47,14 @@ def _make_work_spaces(device: torch.device) -> None:
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    """Muon for matrices, Adam for the rest."""
+    """Return Muon for matrices and Adam for other parameters."""
     matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == flag] for flag in (True, False))
     groups = ({"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False, "lr": 1e-2, "eps": 1e-2})
     return MuonWithAuxAdam(groups)
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """On a CPU without code generation, which takes a compiler there."""
+    """Compile the blocks; on a CPU without code generation, which needs a compiler."""
     for block in model.blocks:  # type: ignore[union-attr]
         block.compile(backend="inductor" if next(model.parameters()).is_cuda else "aot_eager")
 
@@ -83,12 +85,12 @@ class Setting:
     side_stream: bool = False
     optimizer: str = "adamw"
     change: str = ""
-    """What becomes of the model before it is sharded: a key of :data:`CHANGES`."""
+    """The change of the model before it is sharded: a key of :data:`CHANGES`."""
 
 
 @dataclass
 class Run:
-    """What a rank saw, by step; tensors on the CPU."""
+    """Results of a rank by step; tensors are on the CPU."""
 
     losses: list[list[float]] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -97,7 +99,7 @@ class Run:
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
     devices: set[str] = field(default_factory=set)
     updates: int = 0
-    """Of chunks during backward."""
+    """Number of chunks updated during backward."""
 
 
 def _on_cpu(named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -130,7 +132,7 @@ def _train(session: Session, setting: Setting, device: torch.device) -> Run:
 def session_of(
     plan: Plan, device: torch.device, model: nn.Module, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
 ) -> Iterator[Session]:
-    """A session; not closed if the test fails, since peers are gone then."""
+    """Yield a session; it is not closed if the test fails, since peers may be gone."""
     session = build(model, optimizer(model), plan, device=device)
     yield session
     session.close()
@@ -138,7 +140,7 @@ def session_of(
 
 
 def train(setting: Setting) -> Run:
-    """Train as the plan says, optionally on a stream that is not the default one."""
+    """Train with the plan, optionally on a side stream."""
     device = device_of_rank(setting.device_type)
     model = MODELS[setting.model].factory(setting.dtype)
     CHANGES[setting.change](model)
@@ -155,7 +157,7 @@ def train(setting: Setting) -> Run:
 
 
 def plain(setting: Setting, world_size: int) -> PlainRun:
-    """The same training in one process without sharding, on the same device."""
+    """Train in one process without sharding, on the same device."""
     case, precision, grad = MODELS[setting.model], setting.plan.precision, setting.plan.grad
     device = device_of_rank(setting.device_type)
     batches = make_batches(case, world_size, STEPS, setting.micro_batches, setting.dtype)
@@ -178,7 +180,7 @@ def plain(setting: Setting, world_size: int) -> PlainRun:
     run = train_plain(factory, loss, OPTIMIZERS[setting.optimizer], batches, recipe)
     run.gradients = [_on_cpu(step) for step in run.gradients]
     run.masters = [_on_cpu(step) for step in run.masters]
-    # Modules on a CUDA device do not travel between processes here, and nobody needs them.
+    # A module on a CUDA device cannot be sent to another process, and it is not needed.
     run.model, run.optimizer = nn.Identity(), torch.optim.SGD([torch.zeros(1)])
     return run
 
@@ -198,14 +200,14 @@ class Stack(nn.Module):
 
 
 def both_passes(session: Session, rows: Tensor) -> Tensor:
-    """Forward and backward of a :class:`Stack`; the loss, which nobody waits for."""
+    """Run forward and backward of a :class:`Stack` and return the loss, without waiting for it."""
     loss = session.module(rows).float().square().mean()
     session.backward(loss)
     return loss.detach()
 
 
 def one_step(session: Session, rows: Tensor) -> Tensor:
-    """Both passes and the update."""
+    """Run both passes and the update, and return the loss."""
     loss = both_passes(session, rows)
     session.optimizer.step()
     session.optimizer.zero_grad()
@@ -213,20 +215,20 @@ def one_step(session: Session, rows: Tensor) -> Tensor:
 
 
 def rows_of(width: int, seed: int, device: torch.device, count: int = 8) -> Tensor:
-    """Inputs of a :class:`Stack`."""
+    """Return inputs of a :class:`Stack`."""
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """What the CUDA allocator of one rank counts, and what the session says of itself; losses of all steps."""
+    """Bytes by the CUDA allocator of one rank and by the session's report, and the losses of all steps."""
 
     while_building: int
     after_build: int
     in_step: int
     after_step: int
     reported: int
-    """On the device."""
+    """Device memory in the session's report."""
     on_host: int
     ledger: int
     losses: list[float]
@@ -235,9 +237,9 @@ class Bytes:
 def measure_memory(
     plan: Plan, width: int, depth: int, steps: int = 3, resets: Sequence[int] = (1,), lag_cycles: int = 0
 ) -> Bytes:
-    """Train a :class:`Stack` and read the allocator, whose peak begins anew in the steps ``resets``. CUDA only.
+    """Train a :class:`Stack` and read the allocator, whose peak is reset in the steps ``resets``. CUDA only.
 
-    In each step the GPU sleeps for ``lag_cycles`` first, so that it falls behind the host.
+    The GPU sleeps for ``lag_cycles`` at the start of each step, so that it is late.
     """
     device = device_of_rank("cuda")
     torch.cuda.empty_cache()
@@ -255,7 +257,7 @@ def measure_memory(
             if lag_cycles:
                 torch.cuda._sleep(lag_cycles)
             loss = both_passes(session, rows)
-            # The engine may start the allocator's peak anew while it traces, so it is read after each pass.
+            # The engine may reset the allocator's peak to trace a step, so it is read after each pass.
             highest = max(highest, torch.cuda.max_memory_allocated(device) - before) if index >= resets[0] else 0
             session.optimizer.step()
             session.optimizer.zero_grad()
@@ -275,7 +277,7 @@ def measure_memory(
 
 
 def overflow_then_train(device_type: str) -> tuple[list[bool], list[float], str | None]:
-    """fp16: a step with an infinite loss is skipped and halves the scale; the next one trains."""
+    """Train in fp16: two infinite losses are skipped, the scale is halved, and the next step trains."""
     device = device_of_rank(device_type)
     skipped, scales, reason = [], [], None
     with session_of(zero(3, torch.float16), device, Stack(16, 2)) as session:

@@ -1,4 +1,4 @@
-"""What became of each test, in a file that is complete after every one of them."""
+"""The record of each test of a run, in a file that is complete after each test."""
 
 import json
 import os
@@ -15,12 +15,13 @@ def _short(nodeid: str) -> str:
 
 
 class Records:
-    """A plugin of pytest: outcomes by test. Rewritten as JSON whenever a test begins or ends, so that a run that is
-    killed says how far it came and where it was.
+    """A pytest plugin that records outcomes by test.
+
+    The JSON file is rewritten when a test begins or ends, so that it is valid if the run is killed.
 
     Args:
-        options: of the command line; ``json`` is the file or ``None``, and ``only``, ``but`` and ``every`` name the
-            tests of each file that are selected.
+        options: the command line's options. ``json`` is the file or ``None``; ``only``, ``but`` and ``every`` select
+        the tests of each file.
     """
 
     def __init__(self, options: Namespace) -> None:
@@ -28,9 +29,9 @@ class Records:
         self._running = ""
         self.passed = 0
         self.failed: dict[str, str] = {}
-        """By test, the end of what it printed."""
+        """The end of the error report, by test."""
         self.skipped: Counter[str] = Counter()
-        """How many, by reason."""
+        """The number of tests, by reason."""
         self.seconds: dict[str, float] = {}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -45,12 +46,12 @@ class Records:
         return named[:: self._options.every]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """It is the one to blame if nothing more is written."""
+        """Record the running test, which is the one that failed if nothing more is written."""
         self._running = _short(nodeid)
         self._write()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """A test that passed ends with its call; one that failed or was skipped may do so in its fixtures."""
+        """Record the outcome. A passed test ends with its call; a failed or skipped one may end in its fixtures."""
         test = _short(report.nodeid)
         if report.skipped:
             self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
@@ -65,7 +66,7 @@ class Records:
 
     @property
     def line(self) -> str:
-        """What one says of the run, the failures first."""
+        """The result in one line, failures first."""
         counts = [(len(self.failed), "failed"), (sum(self.skipped.values()), "skipped"), (self.passed, "passed")]
         return ", ".join(f"{count} {what}" for count, what in counts if count) or "no test"
 

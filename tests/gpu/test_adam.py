@@ -1,4 +1,4 @@
-"""The Adam family standalone on a GPU: parameters there, on the host, and some here and some there."""
+"""Tests of the Adam family on a GPU without the engine: parameters on the device, on the host, or on both."""
 
 import copy
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def _assert_close(ours: list[nn.Parameter], theirs: list[nn.Parameter], toleranc
 
 
 def check(device_type: str, kind: str, where: str, dtype: torch.dtype, adamw_mode: bool, scale: float) -> None:
-    """Against torch's on the CPU in fp32; 16-bit values are rounded after every step, as ours are."""
+    """Compare with torch on the CPU in fp32; 16-bit values are rounded after each step, as ours are."""
     device = device_of_rank(device_type)
     ours = _params(device, where, dtype)
     theirs = [nn.Parameter(value.detach().float().cpu()) for value in ours]
@@ -53,7 +53,7 @@ def check(device_type: str, kind: str, where: str, dtype: torch.dtype, adamw_mod
         reference.step()
         for other in theirs:
             other.data = other.data.to(dtype).float()
-    # A value may fall on the other side of a rounding boundary, once in a while.
+    # Values may occasionally be on the other side of a rounding boundary.
     _assert_close(ours, theirs, 1e-6 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps)
     for index, param in enumerate(ours):
         state = own.state[param]
@@ -66,14 +66,14 @@ def check(device_type: str, kind: str, where: str, dtype: torch.dtype, adamw_mod
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", ["device", "mixed", "host"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_torch(
+def test_adam_equals_torch(
     one_rank: RankPool, device_type: str, kind: str, where: str, dtype: torch.dtype, adamw_mode: bool, scale: float
 ) -> None:
     one_rank.run(check, device_type, kind, where, dtype, adamw_mode, scale, timeout=120.0)
 
 
 def there_and_back(device_type: str, kind: str, fused: bool) -> None:
-    """torch, then ours, then torch, against torch all the way."""
+    """Move the state from torch to our optimizer and back, and compare with torch all the way."""
     device = device_of_rank(device_type)
     straight, travelling = _params(device, "device", torch.float32), _params(device, "device", torch.float32)
 
@@ -94,6 +94,6 @@ def there_and_back(device_type: str, kind: str, fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_moves_between_torch_and_here(one_rank: RankPool, device_type: str, kind: str, fused: bool) -> None:
-    """Step counts of torch's are on the host, and with ``fused=True`` on the GPU."""
+def test_adam_state_is_compatible_with_torch(one_rank: RankPool, device_type: str, kind: str, fused: bool) -> None:
+    """torch keeps step counts on the host, or on the GPU with ``fused=True``."""
     one_rank.run(there_and_back, device_type, kind, fused, timeout=120.0)

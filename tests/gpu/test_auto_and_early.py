@@ -1,4 +1,4 @@
-"""Placement by the memory trace, updates during backward and gradients at home on the host, with a GPU."""
+"""Tests on a GPU of placement by the memory trace, updates during backward, and gradients on the host."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -24,21 +24,21 @@ STEPS, DEPTH = 4, 16
 
 @dataclass
 class Traced(Run):
-    """With the bytes that moved in each step and those of tiers; of memory, what it was at most."""
+    """A run with the bytes gathered in each step, the bytes of each tier, and peaks of memory."""
 
     moved: list[int] = field(default_factory=list)
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     peak: int = 0
-    """By the accounts, where a capacity is declared."""
+    """In the accounts, if a capacity is declared."""
     allocated: int = 0
-    """Of CUDA's allocator, over what it had before; 0 on a CPU."""
+    """Peak of CUDA's allocator above its initial value; 0 on a CPU."""
     rest: int = 0
-    """Besides model data in the traced step."""
+    """Peak of the non-model data in the traced step."""
 
 
 @contextlib.contextmanager
 def highest_allocation(device: torch.device) -> Iterator[Callable[[], int]]:
-    """What gives the allocator's peak until then, also where the engine starts it anew to trace a step."""
+    """Yield a function that returns the allocator's peak so far, even if the engine resets the peak to trace a step."""
     if device.type == "cpu":
         yield lambda: 0
         return
@@ -84,11 +84,11 @@ def test_updates_during_backward_change_no_bit(
         assert one.updates >= FEW and other.updates == 0
 
 
-# ---- gradients at home on the host
+# ---- gradients on the host
 
 
 def gradients(plan: Plan, device_type: str, home: Tier) -> tuple[dict[str, Tensor], int]:
-    """After two backward passes: the values, and bytes of the device's accounts."""
+    """Return the gradients after two backward passes, and their bytes in the device's accounts."""
     device, case = device_of_rank(device_type), MODELS["gpt"]
     with session_of(plan, device, case.factory(torch.float32)) as session:
         (step,) = make_batches(case, dist.get_world_size(), 1, 2, torch.float32)
@@ -106,8 +106,8 @@ def gradients(plan: Plan, device_type: str, home: Tier) -> tuple[dict[str, Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_at_home_on_the_host(pool: RankPool, device_type: str, dtype: torch.dtype) -> None:
-    """They add up there to the same bits, in memory of the host's accounts and not of the device's."""
+def test_gradients_on_the_host(pool: RankPool, device_type: str, dtype: torch.dtype) -> None:
+    """Gradients on the host accumulate to the same bits, and count in the host's accounts."""
     here = in_dtype(zero(3), dtype)
     there = in_dtype(tiered(zero(3), (0.0, 0.0), (1.0, 0.0), None), dtype)
     far = pool.run(gradients, there, device_type, Tier.HOST, timeout=240.0)
@@ -123,20 +123,20 @@ def test_gradients_at_home_on_the_host(pool: RankPool, device_type: str, dtype: 
 
 
 def auto(plan: Plan, capacity: int, margin: float = 0.0) -> Plan:
-    """``plan`` placed by the memory trace."""
+    """Return ``plan`` with placement by the memory trace."""
     ratios = AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=margin)
     home = tiered(plan, (0.0, 0.0), (0.0, 0.0), None)
     return home.but(tiers=replace(home.tiers, device_capacity_bytes=capacity, auto=ratios))
 
 
 def train_stack(plan: Plan, device_type: str) -> Traced:
-    """Layers of 4 MiB, few activations."""
+    """Train a stack with layers of 4 MiB and few activations."""
     device, run = device_of_rank(device_type), Traced()
     with highest_allocation(device) as peak, session_of(plan, device, Stack(WIDTH, DEPTH)) as session:
         pool = session.engine.pool
         for step in range(STEPS):
             before = pool.moved_bytes
-            # A sum, so that gradients are larger than the optimizer's eps and its state matters.
+            # With a sum the gradients are larger than the optimizer's eps, so the optimizer state matters.
             loss = session.module(rows_of(WIDTH, step, device)).float().square().sum()
             session.backward(loss)
             session.optimizer.step()
@@ -152,8 +152,8 @@ def train_stack(plan: Plan, device_type: str) -> Traced:
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_auto_gives_the_bits_of_fixed_homes_on_the_host(pool: RankPool, device_type: str, update: str) -> None:
-    """Both keep parameters and state on the host, so whatever the device has room for, the same kernels run."""
+def test_auto_matches_a_fixed_placement_on_the_host(pool: RankPool, device_type: str, update: str) -> None:
+    """Both plans keep parameters and state on the host, so that the same kernels run whatever the capacity is."""
     base = zero(3).but(prefetch=1, update=update)
     fixed = pool.run(train_stack, tiered(base, *HOST, None), device_type, timeout=240.0)
     roomy = pool.run(train_stack, auto(base, 100 * LAYER), device_type, timeout=240.0)
@@ -163,14 +163,14 @@ def test_auto_gives_the_bits_of_fixed_homes_on_the_host(pool: RankPool, device_t
         assert_same_bits(wide, plain, f"roomy, rank {rank}", norms=1e-6)
         assert_same_bits(narrow, plain, f"tight, rank {rank}", norms=1e-6)
         assert 0 < wide.peak <= 100 * LAYER and 0 < narrow.peak <= capacity
-        # Everything stays where there is room for it, once there is a trace; where there is not, some of it goes.
+        # With enough room all units stay gathered after the first step; otherwise some are evicted.
         assert wide.moved[-1] == DEPTH * LAYER < narrow.moved[-1]
         if device_type == "cuda":
             assert narrow.allocated <= capacity + SLACK
 
 
 def test_the_margin_holds_optimizer_state(pool: RankPool, device_type: str) -> None:
-    """After the traced step it is on the device and updated there, by other kernels than the host's."""
+    """After the traced step the state is on the device and updated there, by other kernels than on the host."""
     base = zero(3)
     plain = pool.run(train_stack, tiered(base, *HOST, None), device_type, timeout=240.0)
     moved = pool.run(train_stack, auto(base, 200 * LAYER, margin=1.0), device_type, timeout=240.0)
@@ -181,15 +181,15 @@ def test_the_margin_holds_optimizer_state(pool: RankPool, device_type: str) -> N
         assert_close(one.parameters[-1], other.parameters[-1], CLOSE[torch.float32], f"rank {rank}")
 
 
-# ---- our own optimizers, under the engine
+# ---- HybridAdam with the engine
 
 
 @pytest.mark.parametrize("where", ["device", *PLACES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_hybrid_adam_under_the_engine(
+def test_hybrid_adam_with_the_engine(
     pool: RankPool, device_type: str, tmp_path: Path, where: str, dtype: torch.dtype
 ) -> None:
-    """HybridAdam's state on the device, the host and the disk against torch's AdamW on the device."""
+    """Compare HybridAdam's state on device, host and disk with torch's AdamW on the device."""
     params, state = PLACES.get(where, ((0.0, 0.0), (0.0, 0.0)))
     own = in_dtype(tiered(zero(3), params, state, tmp_path), dtype).but(max_norm=0.5)
     torchs = in_dtype(zero(3), dtype).but(max_norm=0.5)

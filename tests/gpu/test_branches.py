@@ -1,4 +1,4 @@
-"""Ranks that take different ways through many equal layers: nothing stops, and the numbers are those of plain torch."""
+"""Tests of ranks that take different branches through equal layers: training does not hang and matches plain torch."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from shardwise.testing import RankPool, assert_close
 
 DEPTH, WIDTH, ROWS, STEPS = 8, 256, 512, 6
 SECONDS = 90.0
-"""Six steps take less than one; a rank that waits for one that waits for it never ends."""
+"""Time limit, which only a deadlock reaches: six steps take less than a second."""
 Way = Sequence[int]
 WAYS: dict[str, tuple[Way, Way]] = {
     "another_order": (range(DEPTH), (0, 2, 1, 4, 3, 6, 5, 7)),
@@ -22,11 +22,11 @@ WAYS: dict[str, tuple[Way, Way]] = {
     "few_and_all": ((0, 7), range(DEPTH)),
     "twice": ((0, 1, 2, 3, 0, 1, 2, 3), (4, 5, 6, 7, 7, 6, 5, 4)),
 }
-"""The layers that even and odd ranks go through; they change places in every step."""
+"""The layers that even and odd ranks use; the ranks swap them in each step."""
 
 
 class Branches(nn.Module):
-    """Equal layers, of which each call names those that it uses. Input and output (rows, width)."""
+    """Equal layers; each call names the layers that it uses. Input and output (rows, width)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ def _loss(model: nn.Module, ways: str, step: int, rank: int, device: torch.devic
 
 
 def train(plan: Plan, ways: str, device_type: str) -> dict[str, Tensor]:
-    """On each rank its own way; the parameters at the end, on the CPU."""
+    """Train with a different branch on each rank, and return the parameters on the CPU."""
     device = device_of_rank(device_type)
     with session_of(plan, device, Branches(), sgd) as session:
         for step in range(STEPS):
             if device.type == "cuda" and dist.get_rank() == 0:
-                torch.cuda._sleep(20_000_000)  # about 10 ms, by which this rank's GPU falls behind
+                torch.cuda._sleep(20_000_000)  # about 10 ms, by which this rank's GPU is late
             loss = _loss(session.module, ways, step, dist.get_rank(), device)
             session.backward(loss)
             session.optimizer.step()
@@ -63,7 +63,7 @@ def train(plan: Plan, ways: str, device_type: str) -> dict[str, Tensor]:
 
 
 def plain(ways: str, ranks: int) -> dict[str, Tensor]:
-    """The same in one process, on the CPU."""
+    """Train the same branches in one process on the CPU."""
     model = Branches()
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -84,17 +84,17 @@ PLANS = {
 
 @pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize("plan", PLANS)
-def test_ranks_take_different_ways(two_ranks: RankPool, device_type: str, plan: str, ways: str) -> None:
-    """With two GPUs over NCCL. With one, two ranks share it over gloo, under the same group and the same streams."""
+def test_ranks_take_different_branches(two_ranks: RankPool, device_type: str, plan: str, ways: str) -> None:
+    """Two GPUs use NCCL. With one GPU, two ranks share it over gloo, with the same group and streams."""
     expected = plain(ways, 2)
     for rank, found in enumerate(two_ranks.run(train, PLANS[plan], ways, device_type, timeout=SECONDS)):
-        # A layer's output is a sum of 256 products, which the two devices add up in another order.
+        # A layer's output is a sum of 256 products, in a different order on each device.
         assert_close(found, expected, 1e-4, f"{plan} {ways} rank {rank}")
 
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("ways", WAYS)
-def test_ranks_take_different_ways_over_nccl(two_ranks: RankPool, ways: str) -> None:
-    """Where a wait in the GPU's streams has no end, the host does not see it: only NCCL can tell."""
+def test_ranks_take_different_branches_over_nccl(two_ranks: RankPool, ways: str) -> None:
+    """Only NCCL can show a deadlock of the GPU's streams, which the host does not see."""
     one, other = two_ranks.run(train, zero(3, torch.bfloat16), ways, "cuda", timeout=SECONDS)
     assert_close(other, one, 0.0, ways)

@@ -1,5 +1,8 @@
-"""What a step costs besides its work: exchanges between hosts, waits of the host, questions to the allocator, and
-copies that nothing hides. Counted, so that no machine is too slow for them."""
+"""Tests of the overhead of a step: exchanges between ranks, waits of the host, kernels, allocator calls, exposed
+copies.
+
+All are counted, not timed, so that the results do not depend on the machine's speed.
+"""
 
 import contextlib
 import functools
@@ -17,12 +20,12 @@ from shardwise.session import Session
 from shardwise.testing import RankPool
 
 WARM_UP = 3
-"""Steps until everything has been recorded, planned and allocated."""
+"""Number of steps until all traces are recorded and all memory is allocated."""
 
 
 @contextlib.contextmanager
 def training(plan: Plan, width: int, depth: int, device: torch.device) -> Iterator[Session]:
-    """A session after its first steps."""
+    """Yield a session after its first steps."""
     with session_of(plan, device, Stack(width, depth)) as session:
         for _ in range(WARM_UP):
             one_step(session, torch.randn(8, width, device=device))
@@ -33,7 +36,7 @@ def training(plan: Plan, width: int, depth: int, device: torch.device) -> Iterat
 
 
 def exchanges(plan: Plan, depth: int, device_type: str) -> list[int]:
-    """Of the steps after the first: how often this rank exchanged words with others, in all groups."""
+    """Return the number of this rank's exchanges in each step after the first ones, over all groups."""
     device = device_of_rank(device_type)
     with training(plan, 64, depth, device) as session:
         mesh, found = session.mesh, []
@@ -47,14 +50,14 @@ def exchanges(plan: Plan, depth: int, device_type: str) -> list[int]:
 
 @pytest.mark.parametrize("plan", ["ddp", "zero2", "zero3"])
 def test_exchanges_do_not_grow_with_the_model(pool: RankPool, device_type: str, plan: str) -> None:
-    """Where ranks need not agree on gathers, a step has a few: which gradients there are, and the norm."""
+    """If ranks need not agree on gathers, a step has few exchanges: for the set of gradients and for the norm."""
     few, many = (pool.run(exchanges, HERE[plan], depth, device_type, timeout=120.0) for depth in (6, 12))
     assert few == many
     assert all(len(set(counts)) == 1 and counts[0] <= 4 for counts in few), few
 
 
-def test_a_gather_needs_one_exchange_at_most(two_ranks: RankPool, device_type: str) -> None:
-    """Where ranks agree on gathers: one for a unit's gather, forward and backward, and those of the step."""
+def test_a_gather_needs_at_most_one_exchange(two_ranks: RankPool, device_type: str) -> None:
+    """If ranks agree on gathers: one for each gather of a unit in forward and backward, and those of the step."""
     depth = 8
     plan = zero(3).but(shared_memory=False) if device_type == "cpu" else zero(3)
     for counts in two_ranks.run(exchanges, plan, depth, device_type, timeout=120.0):
@@ -65,7 +68,7 @@ def test_a_gather_needs_one_exchange_at_most(two_ranks: RankPool, device_type: s
 
 
 def waits(plan: Plan, whole_step: bool) -> tuple[int, int]:
-    """How often the host waits in a step (without the update unless ``whole_step``), and in one that does so once."""
+    """Return the host's waits in a step (without the update unless ``whole_step``), and in a control with one wait."""
     device = device_of_rank("cuda")
     rows = torch.randn(8, 256, device=device)
     with training(plan, 256, 6, device) as session:
@@ -89,9 +92,12 @@ AWAY = {
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("plan", HERE)
-def test_the_host_waits_as_often_as_it_must_where_all_is_on_the_device(one_rank: RankPool, plan: str) -> None:
-    """Without clipping and loss scale nobody needs the norm, so not in ``step()`` either. What a program wrote to
-    parameters with masters of their own has to be known there: on one rank, where all stays gathered, that is one."""
+def test_host_waits_without_offload(one_rank: RankPool, plan: str) -> None:
+    """Without clipping and loss scale nothing needs the norm.
+
+    In-place writes by the program to parameters with master weights have to be detected. On one rank, where all
+    parameters stay gathered, this needs one wait.
+    """
     ((found, control),) = one_rank.run(waits, HERE[plan], True, timeout=120.0)
     assert control == 1, "the count sees a wait"
     assert found == (1 if HERE[plan].precision.param_dtype is not None else 0)
@@ -99,8 +105,8 @@ def test_the_host_waits_as_often_as_it_must_where_all_is_on_the_device(one_rank:
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("plan", AWAY)
-def test_the_host_does_not_wait_in_passes_with_offload(one_rank: RankPool, plan: str) -> None:
-    """Parameters on their way up and gradients on their way down, over page-locked memory."""
+def test_host_does_not_wait_in_passes_with_offload(one_rank: RankPool, plan: str) -> None:
+    """Parameters are uploaded and gradients downloaded over page-locked memory."""
     ((found, control),) = one_rank.run(waits, AWAY[plan], False, timeout=120.0)
     assert control == 1 and found == 0
 
@@ -109,7 +115,7 @@ def test_the_host_does_not_wait_in_passes_with_offload(one_rank: RankPool, plan:
 
 
 def update_kernels(plan: Plan) -> int:
-    """Of ``step()`` for 64 layers, without copies."""
+    """Return the number of kernels, without copies, of ``step()`` for 64 layers."""
     device = device_of_rank("cuda")
     with training(plan, 64, 64, device) as session:
         both_passes(session, torch.randn(8, 64, device=device))
@@ -118,15 +124,15 @@ def update_kernels(plan: Plan) -> int:
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("plan", HERE)
-def test_an_update_launches_fewer_kernels_than_there_are_layers(one_rank: RankPool, plan: str) -> None:
+def test_update_launches_fewer_kernels_than_layers(one_rank: RankPool, plan: str) -> None:
     assert 0 < one_rank.run(update_kernels, HERE[plan], timeout=120.0)[0] < 64
 
 
-# ---- questions to the allocator
+# ---- calls of the allocator
 
 
 def queries(plan: Plan, depth: int) -> int:
-    """In one step."""
+    """Return the number of calls of the allocator's statistics in one step."""
     device = device_of_rank("cuda")
     with training(plan, 256, depth, device) as session:
         with allocator_queries() as control:
@@ -139,26 +145,28 @@ def queries(plan: Plan, depth: int) -> int:
 
 DECLARED = tiered(zero(3), *HOST, None).but(device_capacity_bytes=2**32)
 QUERIES_A_LAYER = 8
-"""A unit is gathered twice and its gradient reduced once; each may look once before and once after."""
+"""A unit is gathered twice and its gradient reduced once; each may query the allocator once before and once after."""
 
 
 @pytest.mark.gpus(1)
-def test_the_allocator_is_asked_a_few_times_a_layer(one_rank: RankPool) -> None:
+def test_allocator_calls_with_a_capacity(one_rank: RankPool) -> None:
     few, many = (one_rank.run(queries, DECLARED, depth, timeout=120.0)[0] for depth in (6, 12))
     assert many - few <= 6 * QUERIES_A_LAYER, f"{(many - few) / 6:.0f} questions for each further layer"
     assert few <= 6 * QUERIES_A_LAYER + 16
 
 
 @pytest.mark.gpus(1)
-def test_nobody_asks_the_allocator_without_a_capacity(one_rank: RankPool) -> None:
+def test_no_allocator_calls_without_a_capacity(one_rank: RankPool) -> None:
     assert one_rank.run(queries, zero(3), 6, timeout=120.0) == [0]
 
 
-# ---- gathers that show
+# ---- exposed gathers
 
 
 def shown(plan: Plan, rows: int = 16384, width: int = 2048, depth: int = 12) -> int:
-    """Gathers and reductions of one step that nothing hid: copies from the host on one rank, NCCL's on several."""
+    """Return the number of exposed transfers in a step: uploads on one rank, NCCL's gathers and reductions on
+    several.
+    """
     device = device_of_rank("cuda")
     given = torch.randn(rows, width, device=device)
     with training(plan, width, depth, device) as session:
@@ -171,9 +179,11 @@ def shown(plan: Plan, rows: int = 16384, width: int = 2048, depth: int = 12) -> 
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_uploads_hide_behind_compute(one_rank: RankPool, prefetch: int) -> None:
-    """A layer computes several times as long as its 16 MiB travel; forward's first and backward's first may show.
-    Without prefetch they show."""
+def test_uploads_overlap_with_compute(one_rank: RankPool, prefetch: int) -> None:
+    """A layer computes several times as long as the upload of its 16 MiB takes.
+
+    The first upload of forward and of backward may be exposed. Without prefetch most of them are.
+    """
     plan = tiered(zero(3), (1.0, 0.0), (0.0, 0.0), None).but(prefetch=prefetch)
     (exposed,) = one_rank.run(shown, plan, timeout=120.0)
     assert exposed <= 2 if prefetch else exposed >= 6
@@ -181,8 +191,8 @@ def test_uploads_hide_behind_compute(one_rank: RankPool, prefetch: int) -> None:
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("same_order", [None, False])
-def test_gathers_over_nccl_hide_behind_compute(two_ranks: RankPool, same_order: bool | None) -> None:
-    """Also where ranks agree on each gather, which is the default."""
+def test_nccl_gathers_overlap_with_compute(two_ranks: RankPool, same_order: bool | None) -> None:
+    """Also if ranks agree on each gather, which is the default."""
     plan = replace(zero(3), tiers=on_device()).but(same_order=same_order, prefetch=1)
-    # The first gathers of both passes, the last reductions.
+    # Exposed are the first gathers of both passes and the last reductions.
     assert max(two_ranks.run(shown, plan, timeout=120.0)) <= 4

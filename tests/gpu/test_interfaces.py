@@ -1,4 +1,4 @@
-"""The same program under every front-end gives the weights of plain PyTorch, on the device that it chooses itself."""
+"""Tests that one program with each front-end matches plain PyTorch, on the device that the front-end chooses."""
 
 import importlib
 import sys
@@ -17,7 +17,7 @@ PACKAGES = {"lightning": LIGHTNING, "fabric": LIGHTNING, "huggingface": TRAINER,
 
 
 def run(device_type: str, name: str, folder: str) -> None:
-    """Accumulate and clip, and compare with one process on the CPU."""
+    """Train with accumulation and clipping, and compare with one process on the CPU."""
     device_of_rank(device_type)
     program, tolerance = CONTRACT.PROGRAMS["clips"], 1e-6 if device_type == "cpu" else 1e-4
     CONTRACT.run_and_check(name, program, folder, CONTRACT.plain(program), tolerance)
@@ -29,5 +29,5 @@ def front_ends() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", front_ends())
-def test_a_program_equals_plain_pytorch(one_rank: RankPool, device_type: str, name: str, tmp_path: Path) -> None:
+def test_front_end_matches_plain_pytorch(one_rank: RankPool, device_type: str, name: str, tmp_path: Path) -> None:
     assert one_rank.run(run, device_type, name, str(tmp_path), timeout=240.0) == [None]

@@ -1,4 +1,4 @@
-"""Adapters over 4-bit and 8-bit weights of bitsandbytes on a GPU: what one process trains, with weights in shards."""
+"""Tests of adapters over sharded 4-bit and 8-bit weights of bitsandbytes on a GPU, against training in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from shardwise.testing import RankPool
 
 
 def trained(device_type: str, bits: int, stage: int | None, where: str) -> tuple[list[float], dict[str, Any], int]:
-    """Losses, state and bytes of parameters on the device; ``stage`` ``None``: plain PyTorch."""
+    """Return losses, state and bytes of parameters on the device; with ``stage=None`` in plain PyTorch."""
     from tests.support.packed_setup import adamw, adapted, base, silent, train
 
     device = device_of_rank(device_type)
@@ -45,7 +45,7 @@ def test_adapters_over_packed_weights(pool: RankPool, device_type: str, bits: in
     wanted, state, _ = pool.run(trained, device_type, bits, None, where)[0]
     whole = pool.run(trained, device_type, bits, 1, where)[0][2]
     for losses, found, held in pool.run(trained, device_type, bits, 3, where):
-        # Kernels of 16-bit products may add up in another order.
+        # Kernels of 16-bit products may sum in another order.
         assert losses == pytest.approx(wanted, rel=1e-3)
         assert all(torch.equal(found[n], v) for n, v in state.items() if not v.is_floating_point())
         assert held <= whole // pool.world_size + 64

@@ -1,4 +1,6 @@
-"""Every plan on CUDA equals plain PyTorch on CUDA: losses, gradients, norms and parameters of three steps."""
+"""Tests that each plan on CUDA matches plain PyTorch on CUDA: losses, gradients, norms and parameters of three
+steps.
+"""
 
 import dataclasses
 from typing import Any, Literal
@@ -19,11 +21,11 @@ PLANS = {
 }
 MODELS = ["mlp", "odd_sizes", "frozen", "unused", "used_twice", "around_children", "zero_sized", "mixture", "gpt"]
 HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""NCCL rounds a 16-bit sum at every hop and kernels may differ in their last bit, so a few units of 2^-8 and 2^-11."""
+"""A few units of 2^-8 and 2^-11: NCCL rounds a 16-bit sum at each hop, and kernels may differ in the last bit."""
 
 
 def check(pool: RankPool, setting: Setting, rtol: float) -> None:
-    """Train on the ranks and plainly, and compare."""
+    """Train on the ranks and in plain PyTorch, and compare."""
     expected = pool.run(plain, setting, pool.world_size, timeout=240.0)[0]
     for rank, run in enumerate(pool.run(train, setting, timeout=240.0)):
         assert run.devices == {setting.device_type}
@@ -54,7 +56,7 @@ def test_fp64(pool: RankPool, device_type: str, plan: str) -> None:
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("plan", PLANS)
 def test_half_precision(pool: RankPool, device_type: str, plan: str, dtype: torch.dtype, model: str) -> None:
-    """fp32 masters; the scale of fp16 starts where nothing overflows."""
+    """Masters are fp32. The loss scale of fp16 starts at a value without overflow."""
     chosen: Plan = PLANS[plan](dtype)
     if chosen.precision.scaler is not None:
         chosen = chosen.but(scaler=dataclasses.replace(chosen.precision.scaler, initial_scale=256.0))
@@ -69,7 +71,7 @@ def test_accumulation_and_clipping(pool: RankPool, device_type: str, plan: str) 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "muon"])
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
-def test_optimizers_of_whole_tensors(pool: RankPool, device_type: str, plan: str, optimizer: str) -> None:
+def test_whole_tensor_optimizers(pool: RankPool, device_type: str, plan: str, optimizer: str) -> None:
     setting = Setting(model="gpt", plan=PLANS[plan](), device_type=device_type, optimizer=optimizer)
     check(pool, setting, 1e-4)
 
@@ -77,26 +79,26 @@ def test_optimizers_of_whole_tensors(pool: RankPool, device_type: str, plan: str
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 @pytest.mark.parametrize("change", ["compile", pytest.param("graphs", marks=pytest.mark.gpus(1))])
 def test_compiled_blocks(pool: RankPool, device_type: str, plan: str, change: str) -> None:
-    """As the same blocks in eager mode. CUDA graphs are made of parameters that stay gathered."""
+    """Compare with the same blocks in eager mode. CUDA graphs need parameters that stay gathered."""
     chosen = PLANS["zero1" if change == "graphs" and plan == "zero3" else plan]()
     check(pool, Setting(model="gpt", plan=chosen, device_type=device_type, change=change), 1e-5)
 
 
-def test_products_in_8_bits(pool: RankPool, device_type: str) -> None:
+def test_fp8_products(pool: RankPool, device_type: str) -> None:
     if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU that multiplies in 8 bits: Ada, Hopper or later")
     check(pool, Setting(model="gpt", plan=zero(3, torch.bfloat16), device_type=device_type, change="fp8"), 0.2)
 
 
 @pytest.mark.parametrize("bits", ["fp8", "int8"])
-def test_exchange_in_8_bits(two_ranks: RankPool, device_type: str, bits: Any) -> None:
-    """A value is off by a part of the largest of its block, which may be another tensor's."""
+def test_quantized_communication(two_ranks: RankPool, device_type: str, bits: Any) -> None:
+    """The error of a value depends on the largest value in its block, which may belong to another tensor."""
     plan = zero(3).but(compress_weights=bits, compress_gradients=bits, shared_memory=False)
     check(two_ranks, Setting(model="gpt", plan=plan, device_type=device_type), 0.5)
 
 
-def test_without_overlap_is_the_same(two_ranks: RankPool, device_type: str) -> None:
-    """Prefetch and early reduction move work, not results."""
+def test_overlap_does_not_change_the_results(two_ranks: RankPool, device_type: str) -> None:
+    """Prefetch and early reduction change the order of the work, but not the results."""
     together, apart = (
         two_ranks.run(train, Setting(model="gpt", plan=zero(3).but(overlap=flag), device_type=device_type))
         for flag in (True, False)
@@ -107,7 +109,7 @@ def test_without_overlap_is_the_same(two_ranks: RankPool, device_type: str) -> N
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_on_a_side_stream(pool: RankPool, device_type: str, stage: Literal[2, 3]) -> None:
-    """The caller's current stream is the one that the engine orders its work against."""
+    """The engine orders its work relative to the caller's current stream."""
     setting = Setting(model="gpt", plan=zero(stage), device_type=device_type, side_stream=True)
     check(pool, setting, 1e-5)
 

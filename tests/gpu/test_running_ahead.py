@@ -1,4 +1,4 @@
-"""The host queues a step's work while the GPU is still at an earlier one: memory and numbers are as if it waited."""
+"""Tests of a host that queues work while the GPU is late: memory and losses are the same as if the host waited."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from shardwise.testing import RankPool
 WIDTH, DEPTH = 2048, 16
 LAYER = 2 * WIDTH * WIDTH  # bf16
 CYCLES = 400_000_000
-"""About 0.2 s of the GPU, in which the host goes through a whole forward pass and most of backward."""
+"""About 0.2 s on the GPU, in which the host queues the forward pass and most of backward."""
 
 
 def measured(plan: Plan, lag_cycles: int) -> Bytes:
-    """bf16 layers of 8 MiB."""
+    """Measure bf16 layers of 8 MiB."""
     return measure_memory(plan, WIDTH, DEPTH, 5, (2,), lag_cycles)
 
 
@@ -24,14 +24,14 @@ PLANS = {
     "all_host": ((1.0, 0.0), (1.0, 0.0), 10),
     "half": ((0.5, 0.0), (1.0, 0.0), DEPTH // 2 + 10),
 }
-"""Shares of parameters and of state on the host and on disk, and the layers that the device may hold."""
+"""Fractions (host, disk) of parameters and of state, and the number of layers that fit on the device."""
 
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("where", PLANS)
-def test_a_declared_capacity_holds_while_the_host_is_ahead(one_rank: RankPool, where: str, update: str) -> None:
-    """What another stream has used may not be kept until the GPU has come there: the accounts do not see it."""
+def test_capacity_is_respected_while_the_host_is_ahead(one_rank: RankPool, where: str, update: str) -> None:
+    """Memory used on a side stream must not be kept until the GPU is done, since the accounts do not include it."""
     params, state, layers = PLANS[where]
     capacity = layers * LAYER + SLACK
     plan = tiered(zero(3, torch.bfloat16), params, state, None)
@@ -44,12 +44,12 @@ def test_a_declared_capacity_holds_while_the_host_is_ahead(one_rank: RankPool, w
         assert found.ledger <= capacity
         assert found.in_step <= capacity + SLACK
         assert found.in_step <= found.ledger + SLACK, "the allocator knows of bytes that no account has"
-        # Two moments and masters in fp32, and what parameters are there.
+        # Two moments and masters in fp32, and the parameters on the host.
         assert found.on_host >= (6 + params[0]) * DEPTH * LAYER * 0.9
 
 
 @pytest.mark.gpus(1)
-def test_without_a_capacity_running_ahead_takes_no_more(one_rank: RankPool) -> None:
+def test_running_ahead_needs_no_more_memory(one_rank: RankPool) -> None:
     plan = tiered(zero(3, torch.bfloat16), (1.0, 0.0), (1.0, 0.0), None).but(prefetch=2)
     (ahead,), (waiting,) = (one_rank.run(measured, plan, lag, timeout=240.0) for lag in (CYCLES, 0))
     assert ahead.losses == waiting.losses

@@ -1,4 +1,7 @@
-"""Tiers with a GPU: what only moves changes no bit, what is computed on the host stays close, and bytes are as said."""
+"""Tests of host and disk tiers with a GPU.
+
+Moving parameters changes no bit, updates on the host stay close, and memory is page-locked and freed as configured.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,34 +20,34 @@ MIB = 2**20
 WIDTH, DEPTH = 1024, 8
 LAYER = 4 * WIDTH * WIDTH  # fp32
 SLACK = 24 * MIB
-"""Bytes for cuBLAS's work space and the allocator's rounding to blocks."""
+"""Bytes for cuBLAS's workspace and the allocator's rounding to blocks."""
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""State on the host is updated by the CPU's fused kernel, state on the GPU by CUDA's: they may differ in the last bit
-of fp32 (with the large eps of ``adamw``, so that it is not blown up), which in bf16 can turn a rounding of 2^-8."""
+"""The fused kernels of CPU and CUDA may differ in the last bit of fp32, which in bf16 can change a rounding of 2^-8.
+The large eps of ``adamw`` keeps the difference small."""
 
 
 HOST = ((1.0, 0.0), (1.0, 0.0))
 
 
 def in_dtype(plan: Plan, dtype: torch.dtype) -> Plan:
-    """``plan`` in that number format."""
+    """Return ``plan`` with parameters, buffers and inputs in ``dtype``."""
     return plan if dtype is torch.float32 else plan.but(param_dtype=dtype, buffer_dtype=dtype, cast_inputs=True)
 
 
 def tiered(plan: Plan, params: tuple[float, float], state: tuple[float, float], folder: Path | None) -> Plan:
-    """``plan`` with shares of parameters and of state on the host and on disk."""
+    """Return ``plan`` with fractions (host, disk) of parameters and of state."""
     return plan.but(tiers=replace(tiers(str(folder), params, state), pin_memory=True))
 
 
 def _runs(pool: RankPool, device_type: str, dtype: torch.dtype, *plans: Plan) -> list[list[Run]]:
-    """By plan and rank: a GPT trained for three steps with two micro-batches."""
+    """Return runs by plan and rank: a GPT trained for three steps with two micro-batches."""
     chosen = (in_dtype(plan, dtype).but(max_norm=0.5) for plan in plans)
     settings = [Setting(model="gpt", plan=plan, device_type=device_type, micro_batches=2) for plan in chosen]
     return [pool.run(train, setting, timeout=240.0) for setting in settings]
 
 
 def assert_same_bits(one: Run, other: Run, where: str = "", norms: float = 0.0) -> None:
-    """Of losses and parameters; norms may be off by a part of ``norms``."""
+    """Check that losses and parameters are equal; norms may differ relatively by ``norms``."""
     assert one.losses == other.losses and one.losses, where
     assert one.norms == pytest.approx(other.norms, rel=norms, abs=0.0), where
     for step, expected in zip(one.parameters, other.parameters, strict=True):
@@ -58,7 +61,7 @@ def assert_same_bits(one: Run, other: Run, where: str = "", norms: float = 0.0) 
 def test_moving_parameters_changes_no_bit(
     pool: RankPool, device_type: str, tmp_path: Path, where: str, dtype: torch.dtype
 ) -> None:
-    """State stays on the device, so that nothing but the home of the shards differs."""
+    """State stays on the device, so only the placement of the shards differs."""
     share = {"host": (1.0, 0.0), "disk": (0.0, 1.0), "mixed": (0.4, 0.3)}[where]
     away = tiered(zero(3), share, (0.0, 0.0), tmp_path)
     for one, other in zip(*_runs(pool, device_type, dtype, away, zero(3)), strict=True):
@@ -72,7 +75,7 @@ def test_moving_parameters_changes_no_bit(
     [((0.0, 0.0), (1.0, 0.0)), ((1.0, 0.0), (1.0, 0.0)), ((0.0, 0.0), (0.0, 1.0)), ((0.3, 0.3), (0.4, 0.3))],
     ids=["state_host", "all_host", "state_disk", "mixed"],
 )
-def test_state_elsewhere_stays_close(
+def test_offloaded_state_stays_close(
     pool: RankPool,
     device_type: str,
     tmp_path: Path,
@@ -89,8 +92,10 @@ def test_state_elsewhere_stays_close(
 
 
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default_stream", "side_stream"])
-def test_what_is_fetched_ahead_is_complete(pool: RankPool, device_type: str, tmp_path: Path, side_stream: bool) -> None:
-    """Copies on another stream are waited for: prefetch with overlap gives the bits of one copy after the other."""
+def test_prefetched_parameters_are_complete(
+    pool: RankPool, device_type: str, tmp_path: Path, side_stream: bool
+) -> None:
+    """Copies on a side stream complete before use: prefetch with overlap gives the bits of sequential copies."""
     base = tiered(zero(3), (0.6, 0.4), (0.0, 0.0), tmp_path)
     ahead, apart = (
         pool.run(
@@ -105,7 +110,7 @@ def test_what_is_fetched_ahead_is_complete(pool: RankPool, device_type: str, tmp
 
 
 def _stack_losses(plan: Plan, device_type: str) -> list[float]:
-    """Large layers, so that a copy takes longer than the kernels that would read it too early."""
+    """Train large layers, whose copies take longer than the kernels that would read them too early."""
     device = device_of_rank(device_type)
     with session_of(plan, device, Stack(WIDTH, DEPTH)) as session:
         return [float(on_device.one_step(session, rows_of(WIDTH, 1, device))) for _ in range(4)]
@@ -121,7 +126,7 @@ def test_large_copies_are_complete(one_rank: RankPool, device_type: str) -> None
 
 
 def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
-    """What the engine has on the host, and whether it is page-locked."""
+    """Return for each tensor of the engine in host memory whether it is page-locked."""
     device = device_of_rank(device_type)
     with session_of(plan, device, Stack(256, 4)) as session:
         on_device.both_passes(session, rows_of(256, 0, device))
@@ -146,7 +151,7 @@ def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
 
 
 @pytest.mark.gpus(1)
-def test_host_memory_is_page_locked_where_asked(one_rank: RankPool) -> None:
+def test_host_memory_is_page_locked_if_configured(one_rank: RankPool) -> None:
     plan = tiered(zero(3, torch.bfloat16), (1.0, 0.0), (1.0, 0.0), None)
     (found,) = one_rank.run(_pinned, plan, "cuda", timeout=240.0)
     assert {name.split()[0] for name in found} == {"shard", "master", "gradient"}
@@ -158,7 +163,7 @@ def test_host_memory_is_page_locked_where_asked(one_rank: RankPool) -> None:
 
 
 @pytest.mark.gpus(1)
-def test_buffers_of_a_disk_are_page_locked(one_rank: RankPool, tmp_path: Path) -> None:
+def test_disk_buffers_are_page_locked(one_rank: RankPool, tmp_path: Path) -> None:
     plan = tiered(zero(3, torch.bfloat16), (1.0, 0.0), (0.0, 1.0), tmp_path)
     (found,) = one_rank.run(_pinned, plan, "cuda", timeout=240.0)
     assert "buffer" in {name.split()[0] for name in found} and all(found.values()), found
@@ -166,7 +171,7 @@ def test_buffers_of_a_disk_are_page_locked(one_rank: RankPool, tmp_path: Path) -
 
 @pytest.mark.gpus(1)
 def test_state_on_the_host_frees_the_device(one_rank: RankPool) -> None:
-    """What the allocator says, without a declared capacity."""
+    """The allocator's peaks are compared; no capacity is declared."""
     here, there = (
         one_rank.run(measure_memory, plan, WIDTH, DEPTH, 3, (0, 1), timeout=240.0)[0]
         for plan in (zero(3), tiered(zero(3), *HOST, None))

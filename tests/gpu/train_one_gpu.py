@@ -1,4 +1,4 @@
-"""Started with a device, or ``auto``; prints backend, device, first and last loss."""
+"""A program that trains on one device, given as its argument or ``auto``, and prints backend, device and losses."""
 
 import sys
 
@@ -11,7 +11,7 @@ from shardwise.session import build
 
 
 def main() -> None:
-    """Twenty steps of a small classifier in bf16."""
+    """Train a small classifier in bf16 for twenty steps."""
     device = init_distributed(None if sys.argv[1] == "auto" else sys.argv[1])
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))

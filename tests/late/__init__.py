@@ -1,1 +1,1 @@
-"""Waits between streams taken out one by one, on a device that is late; ``python -m tests.late.mutations``."""
+"""Mutation tests of waits: ``python -m tests.late.mutations`` removes each wait between streams, on the late device."""

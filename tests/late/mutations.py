@@ -1,9 +1,9 @@
-"""Takes one wait, event or ``record_stream`` out of the library at a time, and has the late device find it.
+"""Removes one wait, event or ``record_stream`` of the library at a time, and checks that the late device detects it.
 
-``python -m tests.late.mutations`` looks at all places and writes the table of docs/inside/late-device.md; with words,
-at those that have one of them in their names. First every scenario is run as it is, to learn where it comes. A place is
-then taken out in those that come there, the quickest first. What was found is kept in :data:`KEPT` as long as the
-library's sources are the same, so a run that was cut off goes on.
+``python -m tests.late.mutations`` examines all places and writes the table of docs/inside/late-device.md; with words as
+arguments, the places with one of them in their names. Every scenario first runs unchanged, to record which places it
+reaches. Then each place is removed in the scenarios that reach it, the quickest first. Results are stored in
+:data:`KEPT` as long as the library's sources are the same, so an interrupted run can be resumed.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ KEPT = REPOSITORY / "build" / "late-mutations.json"
 PAGE = REPOSITORY / "docs" / "inside" / "late-device.md"
 BEGIN, END = "<!-- mutations:start -->\n", "<!-- mutations:end -->"
 SEEDS = range(4)
-"""One of each kind of order."""
+"""One seed for each kind of order."""
 FEW = 6
-"""Scenarios that are run with further seeds: what is not ordered is found with any of them."""
+"""Number of scenarios that run with further seeds: a missing order is detected with any of them."""
 PATIENCE_S, ERRORS = 60.0, 2
-"""How long a run may take before it counts as one without an end; errors after which no better reason is looked for."""
+"""Time after which a run counts as a hang; number of errors after which no better reason is looked for."""
 
 
 def run_without(place: Place | None, scenario: Scenario, seed: int) -> Found:
-    """A scenario on this rank, with one place taken out (``None``: as it is)."""
+    """Run a scenario on this rank with one place removed (``None``: unchanged)."""
     if place is None:
         return scenario.on_rank(seed)
     with taken_out(place):
@@ -44,7 +44,7 @@ def run_without(place: Place | None, scenario: Scenario, seed: int) -> Found:
 
 
 def run_noted(chosen: Sequence[Place], scenario: Scenario, seed: int) -> tuple[Found, set[int], float]:
-    """A scenario on this rank, the numbers of the places that it comes to, and its seconds of the processor."""
+    """Run a scenario on this rank; return the numbers of the places that it reaches, and its CPU seconds."""
     with noted(chosen) as numbers:
         start = time.process_time()
         found = scenario.on_rank(seed)
@@ -52,7 +52,7 @@ def run_noted(chosen: Sequence[Place], scenario: Scenario, seed: int) -> tuple[F
 
 
 class Pools(dict[int, RankPool]):
-    """Of ranks by their number, each made when it is asked for first, until ``stack`` ends."""
+    """Pools by number of ranks, each created at its first use and closed with ``stack``."""
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class Pools(dict[int, RankPool]):
 
 
 def reach(pool: RankPool, scenario: Scenario, chosen: Sequence[Place]) -> tuple[list[str], float]:
-    """The places that a scenario comes to on any rank, and its seconds.
+    """Return the places that a scenario reaches on any rank, and its seconds.
 
     Raises:
-        RuntimeError: it is wrong as it is.
+        RuntimeError: the unchanged library fails it.
     """
     found = pool.run(run_noted, chosen, scenario, 0, timeout=4 * PATIENCE_S)
     wrong = [each for each, _, _ in found if not each.right]
@@ -78,7 +78,7 @@ def reach(pool: RankPool, scenario: Scenario, chosen: Sequence[Place]) -> tuple[
 
 
 def verdict(place: Place, quickest: Sequence[Scenario], pools: Pools) -> str:
-    """What found it, of scenarios that come to it, or the empty text."""
+    """Return which of the scenarios that reach the place detects its removal, and how; empty if none does."""
     errors: list[str] = []
     for seed in SEEDS:
         for scenario in quickest[: None if seed == SEEDS[0] else FEW]:
@@ -104,7 +104,7 @@ def _kind_of(error: RankError) -> str:
     return str(names[-1]) if names else "RankError"
 
 
-# ---- what is known so far
+# ---- stored results
 
 
 def _digest() -> str:
@@ -116,10 +116,10 @@ def _digest() -> str:
 
 
 class Kept:
-    """What found which place, and where scenarios come, in a file.
+    """A file of results: what detected which place, and which places scenarios reach.
 
     Args:
-        path: of it.
+        path: of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,23 +128,23 @@ class Kept:
         fresh: dict[str, Any] = {"sources": sources, "found": {}, "reach": {}}
         self._known = known if known.get("sources") == sources else fresh
         self.found: dict[str, str] = self._known["found"]
-        """By place."""
+        """The detecting scenario, by place."""
         self.reach: dict[str, tuple[list[str], float]] = self._known["reach"]
-        """By scenario: :func:`reach`."""
+        """The result of :func:`reach`, by scenario."""
 
     def write(self) -> None:
-        """Keep it."""
+        """Write the file."""
         self._path.parent.mkdir(exist_ok=True)
         self._path.write_text(json.dumps(self._known, indent=1), "utf-8")
 
     def quickest(self, place: Place) -> list[Scenario]:
-        """The scenarios that come to it."""
+        """Return the scenarios that reach the place, the quickest first."""
         mine = [s for s in scenarios() if str(place) in self.reach.get(str(s), ([], 0.0))[0]]
         return sorted(mine, key=lambda scenario: self.reach[str(scenario)][1])
 
 
 def table(kept: Kept) -> str:
-    """For the page."""
+    """Return the table for the docs page."""
     chosen, left_out = places(), places(counted=False)
     lines = [
         f"| `{place.file}` `{place.inside}`: `{_short(place)}` | {kept.found.get(str(place), '**not found**')} |"
@@ -167,7 +167,7 @@ def _short(place: Place) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Look, and write the table; 1 where something was not found."""
+    """Examine the places, and write the table; the exit status is 1 if a removal was not detected."""
     kept, every = Kept(KEPT), places()
     chosen = [place for place in every if not words or any(word in str(place) for word in words)]
     with ExitStack() as stack:
@@ -189,7 +189,7 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # By its name, so that ranks find its functions.
+    # Under its name, so that ranks find its functions.
     from tests.late import mutations
 
     sys.exit(mutations.main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Where the library waits: found in its sources, taken out one at a time, and noted when a program comes there."""
+"""The library's waits: a list from its sources, with functions that remove one of them or record which ones run."""
 
 import ast
 import functools
@@ -27,9 +27,10 @@ CALLS = {
     "wait_for_first",
     "wait_stream",
 }
-"""Who waits, is waited for, or keeps memory meanwhile; a call of one of these names is a place, in any file."""
+"""Functions that wait, that are waited for, or that keep memory alive; each call of such a name, in any file, is a
+place."""
 RECEIVERS = {"drop": "self._lent"}
-"""A name that others have too counts on this object alone."""
+"""Names that other objects have, too: these count only on this object."""
 
 DISK = "the host waits for a disk"
 PROGRAM = "the host waits for processes, threads or files"
@@ -48,14 +49,14 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/mesh/launch.py", "", "", PROGRAM),
     ("core/checkpoint/atomic.py", "", "settle(files", PROGRAM),
     ("booster/booster.py", "CheckpointIO.", "", PROGRAM),
-    ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
+    ("core/checkpoint/portable_files.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
-    ("core/optim/offload.py", "", "", DISK),
-    ("core/update/masters.py", "ChunkState.", "", DISK),
+    ("core/optim/disk_moments.py", "", "", DISK),
+    ("core/update/master_weights.py", "ChunkState.", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
-    ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),
-    ("core/shards/source.py", "DiskSource.", "self.store.write", DISK),
-    ("core/shards/source.py", "_FromDisk.", "", DISK),
+    ("core/shards/shard_memory.py", "DiskSource.", "reading.wait", DISK),
+    ("core/shards/shard_memory.py", "DiskSource.", "self.store.write", DISK),
+    ("core/shards/shard_memory.py", "_FromDisk.", "", DISK),
     ("core/comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (1)", MESSAGES),
     ("core/comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (2)", BEGINS),
     ("core/comm/compressed.py", "_Steps.finished", "", SEEN),
@@ -70,9 +71,9 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/parallel/sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
     ("core/grads/chunk_grads.py", "ChunkGrads.reduced", "self.land() (2)", DROPPED),
     ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
-    ("core/engine/full_values.py", "WhenAsked.", "", "groups in shared memory, which have no device but the CPU"),
+    ("core/engine/full_values.py", "LazyGather.", "", "groups in shared memory, which have no device but the CPU"),
 )
-"""What is no place: beginnings of file and function, a part of the text, and why."""
+"""Calls that are not places: beginnings of file and function, a part of the text, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ class Place:
     """One call.
 
     Attributes:
-        file: below the package.
+        file: path below the package.
         inside: the function or method, dotted.
-        begins: the line where that begins, with what decorates it.
+        begins: the line where that begins, with its decorators.
         line, column: of the call.
-        text: of it.
-        number: among those of the same text in the function, from 1.
+        text: of the call.
+        number: among calls of the same text in the function, from 1.
     """
 
     file: str
@@ -102,12 +103,12 @@ class Place:
 
     @property
     def called(self) -> str:
-        """The name."""
+        """The name of the called function."""
         return _called(ast.parse(self.text, mode="eval").body)
 
     @property
     def why_not(self) -> str:
-        """Why it does not count; empty where it does."""
+        """Why it does not count; empty if it does."""
         for entry in ELSEWHERE:
             if elsewhere(self, entry):
                 return entry[-1]
@@ -115,7 +116,7 @@ class Place:
 
 
 def elsewhere(place: Place, entry: tuple[str, str, str, str]) -> bool:
-    """Whether an entry of :data:`ELSEWHERE` is about ``place``."""
+    """Return whether an entry of :data:`ELSEWHERE` is about ``place``."""
     file, inside, text, _ = entry
     below = not inside or inside[-1] == "."
     where = place.inside.startswith(inside) if below else place.inside == inside
@@ -123,7 +124,7 @@ def elsewhere(place: Place, entry: tuple[str, str, str, str]) -> bool:
 
 
 def _called(node: ast.AST) -> str:
-    """The name that is called, where it is one that counts."""
+    """Return the name of the called function if it is one that counts."""
     if not isinstance(node, ast.Call):
         return ""
     function = node.func
@@ -157,8 +158,10 @@ def _in_file(path: Path) -> Iterator[Place]:
 
 @functools.cache
 def places(counted: bool = True) -> list[Place]:
-    """All that count, in the order of files; or (``counted=False``) those that do not. To read the package takes
-    seconds."""
+    """Return all places that count, in the order of files; or (``counted=False``) those that do not.
+
+    Reading the package takes seconds.
+    """
     every = (place for path in sorted(ROOT.rglob("*.py")) for place in _in_file(path))
     return [place for place in every if bool(place.why_not) is not counted]
 
@@ -167,7 +170,7 @@ def places(counted: bool = True) -> list[Place]:
 
 
 class _Without(ast.NodeTransformer):
-    """The tree without one call: the statement, or, where its value is used, something that nobody waits for."""
+    """Removes one call from the tree: its statement, or, if its value is used, its effect."""
 
     def __init__(self, place: Place) -> None:
         self._place, self.changes = place, 0
@@ -175,7 +178,7 @@ class _Without(ast.NodeTransformer):
     def _is(self, node: ast.AST) -> bool:
         if not isinstance(node, ast.Call) or not _called(node):
             return False
-        # Two calls of one chain begin together; they differ in their texts.
+        # Two calls of one chain begin at one place; they differ in their texts.
         at = (node.lineno, node.col_offset) == (self._place.line, self._place.column)
         return at and ast.unparse(node) == self._place.text
 
@@ -192,7 +195,7 @@ class _Without(ast.NodeTransformer):
         if not self._is(node):
             return self.generic_visit(node)
         self.changes += 1
-        if _called(node) == "behind_current":  # on the same stream, behind nothing
+        if _called(node) == "behind_current":  # on the same stream, without an order
             device = "__import__('shardwise.core.base.device', fromlist=['on_stream'])"
             made = f"{device}.on_stream({ast.unparse(node.args[1])})"
         elif _called(node) == "Lent":
@@ -203,7 +206,7 @@ class _Without(ast.NodeTransformer):
 
 
 class _Noted(ast.NodeTransformer):
-    """The tree with a note before each call of those that are given."""
+    """Inserts a note before each of the given calls."""
 
     def __init__(self, numbered: dict[tuple[int, int], dict[str, int]]) -> None:
         self._numbered = numbered
@@ -221,10 +224,10 @@ class _Noted(ast.NodeTransformer):
 
 
 class NothingLent:
-    """In the place of lent memory: nobody keeps it."""
+    """Replaces lent memory without keeping it alive."""
 
     def drop(self) -> None:
-        """There is nothing."""
+        """Do nothing."""
 
 
 def _expression(text: str, at: ast.AST) -> ast.expr:
@@ -242,7 +245,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _function(place: Place) -> FunctionType:
-    """The function that runs, behind what wraps it."""
+    """Return the function inside its decorators."""
     found: Any = importlib.import_module("shardwise." + place.file.removesuffix(".py").replace("/", "."))
     for name in place.inside.split("."):
         found = found.__dict__[name]
@@ -258,7 +261,7 @@ def _function(place: Place) -> FunctionType:
 
 @contextmanager
 def _changed(codes: dict[FunctionType, CodeType]) -> Iterator[None]:
-    """Inside the block functions are others, in this process."""
+    """Replace functions inside this context, in this process."""
     before = {function: function.__code__ for function in codes}
     try:
         for function, code in codes.items():
@@ -270,7 +273,7 @@ def _changed(codes: dict[FunctionType, CodeType]) -> Iterator[None]:
 
 
 def _compiled(file: str, tree: ast.AST, inside: Sequence[Place]) -> dict[FunctionType, CodeType]:
-    """The functions that hold those places, as in the tree of their file."""
+    """Return the functions that contain those places, as in the tree of their file."""
     module = compile(ast.fix_missing_locations(tree), str(ROOT / file), "exec")  # type: ignore[arg-type]
     known = {(code.co_qualname, code.co_firstlineno): code for code in _codes(module)}
     functions = {_function(place) for place in inside}
@@ -279,7 +282,7 @@ def _compiled(file: str, tree: ast.AST, inside: Sequence[Place]) -> dict[Functio
 
 @contextmanager
 def taken_out(place: Place) -> Iterator[None]:
-    """Inside the block the library is without it, in this process."""
+    """Remove the place from the library inside this context, in this process."""
     without = _Without(place)
     tree = without.visit(ast.parse((ROOT / place.file).read_text("utf-8")))
     if without.changes != 1:
@@ -289,15 +292,16 @@ def taken_out(place: Place) -> Iterator[None]:
 
 
 _NUMBERS: set[int] = set()
-"""Of the places where this process came."""
+"""Numbers of the places that this process has reached."""
 _NOTING: dict[FunctionType, CodeType] = {}
-"""Its functions with what notes that."""
+"""Functions, with their code that records places."""
 reached: Callable[[int], None] = _NUMBERS.add
 
 
 @contextmanager
 def noted(chosen: Sequence[Place]) -> Iterator[set[int]]:
-    """Inside the block: which of ``chosen`` (always the same of a process) it came to, by number."""
+    """Yield the numbers of those of ``chosen`` (always the same in a process) that the program reaches inside this
+    context."""
     _NUMBERS.clear()
     for file in {place.file for place in chosen if not _NOTING}:
         here, own = dict[tuple[int, int], dict[str, int]](), [place for place in chosen if place.file == file]

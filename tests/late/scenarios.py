@@ -1,4 +1,4 @@
-"""What is run on the late device for each place that is taken out; see ``late_*.py`` in ``tests/support``."""
+"""The scenarios that run on the late device for each removed place; see ``late_*.py`` in ``tests/support``."""
 
 import importlib
 import sys
@@ -15,12 +15,12 @@ HOMES = {
     "late_places": ("discarded", "disk", "failed_gather", "loaded_over", "program_waits", "renewed", "traced_graph"),
     "late_stages": ("stages",),
 }
-"""Functions by the module that has them, where it is not ``late_setup``; each is imported when it is needed."""
+"""Functions by their module, if it is not ``late_setup``; each is imported when it is needed."""
 READS = ("state", "state in the compute dtype", "gathered", "one by one", "own state", "unsharded", "as in a trace")
 READS += ("waited for", "saved apart", "loaded apart")
 ALONE = ("written_after_forward", "side_copies", "lent_memory", "later_values", "locked_memory", "program_waits")
 ALONE += ("failed_gather", "discarded")
-"""Functions of one rank that take a name for messages and a seed."""
+"""Functions for one rank that take a name for messages and a seed."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Scenario:
 
     Attributes:
         ranks: how many.
-        function: of one of the modules.
-        plan: the name that it takes first; of a plan, or its own.
-        more: further arguments, behind the seed.
+        function: a function of one of the modules.
+        plan: its first argument, the name of a plan or of a variant.
+        more: further arguments, after the seed.
     """
 
     ranks: int
@@ -47,7 +47,7 @@ class Scenario:
         return f"{', '.join(words)} ({self.ranks} {'rank' if self.ranks == 1 else 'ranks'})"
 
     def on_rank(self, seed: int) -> Found:
-        """On this rank's late device."""
+        """Run it on this rank's late device."""
         home = next((home for home, functions in HOMES.items() if self.function in functions), "late_setup")
         function: Callable[..., Found] = getattr(importlib.import_module(f"tests.support.{home}"), self.function)
         return function(self.plan, seed, *self.more)
@@ -64,11 +64,11 @@ TRAINED = (
     (4, "replicas replicas_host secondary replicas_eight_bits secondary_eight_bits", ()),
     (4, "replicas replicas_in_pieces", ("gpt",)),
 )
-"""Ranks, plans, and the model with whether the program changes streams."""
+"""Ranks, plan, model, and whether the program changes streams."""
 
 
 def scenarios() -> list[Scenario]:
-    """All of them."""
+    """Return all scenarios."""
     found = [Scenario(1, name) for name in ALONE]
     found += [Scenario(2, name) for name in ("late_norm", "axis_of_parts", "loaded_over", "traced_graph")]
     found += [Scenario(2, "renewed", name) for name in READS]

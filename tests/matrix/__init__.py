@@ -1,4 +1,4 @@
-"""The tests' short set under every Python and torch that are supported, each in an environment of its own.
+"""Run the short set of tests with each supported Python and torch, each combination in its own environment.
 
-Needs nothing but Python: what is tried is installed into the environments.
+The runner itself needs only Python.
 """

@@ -1,8 +1,8 @@
-"""``python -m tests.matrix``: the tests' short set under every Python and torch that are supported; ``make matrix``.
+"""``python -m tests.matrix``: run the short set of tests with each supported Python and torch; ``make matrix``.
 
-For each cell it makes a fresh environment, installs the package and what the set needs from the cell's constraints,
-runs the set, writes a row of the table in ``docs/versions.md`` and deletes the environment. A Python that is not on the
-machine is not tried. The exit status is 1 if a cell failed or none could be tried.
+For each cell it makes a fresh environment, installs the package and its test requirements from the cell's constraints,
+runs the set, writes a row of the table in ``docs/versions.md`` and deletes the environment. Pythons that are not on the
+machine are skipped. The exit status is 1 if a cell failed or none could be tried.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from tests.matrix.table import not_tried
 
 
 def chosen(patterns: Sequence[str]) -> list[Cell]:
-    """The cells that any pattern names, all without one.
+    """Return the cells that match any of the patterns, or all cells if there are none.
 
     Raises:
-        ValueError: a pattern names none.
+        ValueError: a pattern matches no cell.
     """
     every = cells()
     for pattern in patterns:
@@ -33,7 +33,7 @@ _say = functools.partial(print, flush=True)
 
 
 def run(wanted: Sequence[Cell], found: Mapping[tuple[int, int], str], folder: str | None, cache: str) -> int:
-    """Try cells one after the other; the exit status."""
+    """Run the cells one after the other and return the exit status."""
     tried = failed = 0
     for cell in wanted:
         if cell.python not in found:
@@ -51,7 +51,7 @@ def run(wanted: Sequence[Cell], found: Mapping[tuple[int, int], str], folder: st
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line; 2: it cannot be followed."""
+    """Parse the command line and run the cells; return 2 if the command line is invalid."""
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
     parser.add_argument("--list", action="store_true", help="the cells with their Pythons and rows; nothing is run")
     parser.add_argument("--only", action="append", default=[], metavar="CELL", help="as 3.12:2.13, or '3.12:*'")
@@ -77,4 +77,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit(130)  # the environment is gone, and what ran in it
+        sys.exit(130)  # the environment and its processes are gone

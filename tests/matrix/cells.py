@@ -1,4 +1,4 @@
-"""Which Pythons and releases of torch are supported, as the project's files say, and which interpreters there are."""
+"""The supported releases of Python and torch, read from the project's files, and the interpreters on this machine."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ VERSION = "import platform; print(platform.python_version())"
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One combination: the first two numbers of each, as ``(3, 12)`` and ``(2, 13)``."""
+    """A combination of Python and torch, each as (major, minor), such as ``(3, 12)`` and ``(2, 13)``."""
 
     python: tuple[int, int]
     torch: tuple[int, int]
@@ -25,15 +25,15 @@ class Cell:
 
 
 def dotted(minor: tuple[int, int]) -> str:
-    """``3.12`` of ``(3, 12)``."""
+    """Return ``3.12`` for ``(3, 12)``."""
     return f"{minor[0]}.{minor[1]}"
 
 
 def minors(bounds: str) -> list[tuple[int, int]]:
-    """The releases between bounds such as ``>=3.11,<3.15``; anything else that they say is an error.
+    """Return the releases between bounds such as ``>=3.11,<3.15``.
 
     Raises:
-        ValueError: they are not of that form.
+        ValueError: the bounds have another form.
     """
     found = re.fullmatch(r"[a-z]*>=(\d+)\.(\d+),<(\d+)\.(\d+)", bounds)
     if not found or found[1] != found[3]:
@@ -42,30 +42,30 @@ def minors(bounds: str) -> list[tuple[int, int]]:
 
 
 def supported() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The Pythons and the releases of torch that ``pyproject.toml`` takes."""
+    """Return the releases of Python and torch that ``pyproject.toml`` allows."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     (torch,) = (line for line in project["dependencies"] if re.match(r"torch\b", line))
     return minors(project["requires-python"]), minors(torch)
 
 
 def cells() -> list[Cell]:
-    """Every combination."""
+    """Return all combinations."""
     pythons, torches = supported()
     return [Cell(python, torch) for python in pythons for torch in torches]
 
 
 def constraints(torch: tuple[int, int]) -> Path:
-    """The file with the exact versions of everything under a release of torch."""
+    """Return the file with the exact version of each package for a release of torch."""
     return ROOT / "constraints" / f"torch-{dotted(torch)}.txt"
 
 
 def normal(name: str) -> str:
-    """A package's name as registries compare it."""
+    """Return a package's name as registries normalize it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def own_pins(path: Path) -> dict[str, str]:
-    """The exact version of each package in one file, less those of files that it takes in.
+    """Return the exact version of each package in one file, without those of files that it includes.
 
     Raises:
         ValueError: a line is neither ``name==version``, nor ``-c file``, nor a comment.
@@ -82,7 +82,7 @@ def own_pins(path: Path) -> dict[str, str]:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """The exact version of each package in a file of constraints and in those that it takes in."""
+    """Return the exact version of each package in a file of constraints and in the files that it includes."""
     taken = re.findall(r"(?m)^-c (.+)$", path.read_text("utf-8"))
     found: dict[str, str] = {}
     for part in [*(pins(path.parent / name) for name in taken), own_pins(path)]:
@@ -94,25 +94,25 @@ def pins(path: Path) -> dict[str, str]:
 
 
 def version_of(interpreter: str) -> str | None:
-    """``3.12.1`` of a Python that can be run, else ``None``."""
+    """Return the version of an interpreter, such as ``3.12.1``, or ``None`` if it cannot be run."""
     try:
         run = subprocess.run([interpreter, "-c", VERSION], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None  # a name on the path need not be one: pyenv has shims for versions that are not chosen
+        return None  # the path may have a shim of pyenv for a version that is not installed
     return run.stdout.strip()
 
 
 def minor_of(version: str) -> tuple[int, int]:
-    """``(2, 13)`` of ``2.13.0+cpu``."""
+    """Return ``(2, 13)`` for ``2.13.0+cpu``."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
 def interpreters(given: Iterable[str], pythons: Iterable[tuple[int, int]]) -> Mapping[tuple[int, int], str]:
-    """Where each of ``pythons`` is, if it is there: among those given first, then by its name on the path.
+    """Return the path of an interpreter for each of ``pythons``: one of ``given``, or one on the search path.
 
     Raises:
-        ValueError: a given one cannot be run, or is of a version that is not supported.
+        ValueError: one of ``given`` cannot be run, or its version is not supported.
     """
     known, found = supported()[0], dict[tuple[int, int], str]()
     for path in given:

@@ -1,4 +1,4 @@
-"""What a cell does: an environment, an installation from its constraints, the short set; then all of it is deleted."""
+"""The environment of a cell: make it, install the pinned packages, run the short set, and delete it."""
 
 import json
 import os
@@ -16,48 +16,48 @@ from typing import Any
 from tests.matrix.cells import ROOT, Cell, constraints, dotted, minor_of, normal, pins, version_of
 from tests.matrix.table import Row, not_tried, today
 
-# What a new Python or torch is likeliest to break. Two to four minutes on two idle cores.
+# Tests that are most likely to fail with a new Python or torch. They take two to four minutes on two idle cores.
 SHORT_SET = (
-    "tests/unit/test_sets.py",  # processes
-    "tests/unit/test_readers.py",  # references are counted; the one door to what is private in torch
-    "tests/unit/test_chunk_layout.py",
-    "tests/unit/test_deferred.py",  # factories of tensors, modes
-    "tests/unit/test_formats_dcp.py",  # pickles of torch.distributed and torch.save
-    "tests/unit/test_hostile_files.py",
-    "tests/unit/test_booster_signatures.py",  # annotations
-    "tests/unit/test_checked_arguments.py",
+    "tests/unit/project/test_test_runner.py",  # processes
+    "tests/unit/base/test_parameter_references.py",  # reference counts, and all private names of torch
+    "tests/unit/shards/test_chunk_layout_and_pool.py",
+    "tests/unit/deferred/test_deferred.py",  # tensor factories, modes
+    "tests/unit/checkpoint/test_formats_dcp_and_single_files.py",  # pickles of torch.distributed and torch.save
+    "tests/unit/checkpoint/test_hostile_files.py",
+    "tests/unit/booster/test_booster_signatures.py",  # annotations
+    "tests/unit/booster/test_checked_arguments.py",
     "tests/ranks/shards/test_saved_parameters.py",  # who reads a parameter; torch.func
-    "tests/ranks/engine/test_dropped.py",  # what is given up goes without a collection of garbage
-    "tests/unit/test_deferred_interrupts.py",  # signals
-    "tests/ranks/engine/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
+    "tests/ranks/engine/test_session_resources.py",  # released without a garbage collection
+    "tests/unit/base/test_deferred_interrupts.py",  # signals
+    "tests/ranks/engine/test_engine_compile.py::test_compiled_region_reads_parameters_of_uncalled_modules",
     "tests/parity/test_random_graphs.py",
-    "tests/ranks/booster/test_booster_checkpoints.py::test_everything_is_saved_and_restored",
-    "tests/ranks/booster/test_booster_checkpoints.py::test_torch_files_go_from_one_plugin_to_another_and_to_torch",
+    "tests/ranks/booster/test_booster_checkpoints.py::test_checkpoint_restores_the_full_training_state",
+    "tests/ranks/booster/test_booster_checkpoints.py::test_torch_files_load_under_another_plugin_and_in_torch",
     "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/lightning.md]",
     "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/huggingface.md]",
 )
 EXTRA = "test"
 NEEDED_GIB = 12
-"""Of a disk: with CUDA's libraries, which torch's wheels of most registries need, an environment has 6 GiB."""
+"""Free disk space. An environment has 6 GiB with CUDA's libraries, which torch's wheels of most registries need."""
 INSTALL_S, TESTS_S = 3600, 3600
 SHOWN_LINES = 40
 ITSELF = {"pip", "shardwise"}
-"""In every environment, without a pin."""
+"""Packages of every environment that have no pin."""
 
 
 class StepFailed(Exception):
-    """A step of a cell ended badly; the message says which and how."""
+    """A step of a cell failed; the message says which one and how."""
 
 
 @dataclass
 class Environment:
-    """One cell's environment in a folder of its own.
+    """One cell's environment in its own folder.
 
     Attributes:
-        cell: what is tried.
-        interpreter: the Python that it is made with.
-        folder: a fresh one; the caller deletes it.
-        cache: pip's folder for what it downloads; ``""`` for its own default.
+        cell: the combination.
+        interpreter: the Python that makes the environment.
+        folder: an empty folder; the caller deletes it.
+        cache: pip's cache; ``""`` for its default.
         say: takes a line of progress.
     """
 
@@ -76,8 +76,11 @@ class Environment:
         return str(self.folder / "environment" / "bin" / "python")
 
     def make(self) -> None:
-        """The environment, with the package and what its short set needs, every one of them in the version that is
-        pinned; more than is pinned is a failure."""
+        """Make the environment and install the package and its test requirements, all in their pinned versions.
+
+        Raises:
+            StepFailed: a step failed, or a package without a pin was installed.
+        """
         file = constraints(self.cell.torch)
         wanted = pins(file)
         self._step("an environment", [self.interpreter, "-m", "venv", str(self.folder / "environment")], INSTALL_S)
@@ -89,18 +92,18 @@ class Environment:
             raise StepFailed(f"{file.name} does not pin what was installed: {' '.join(complaints)}")
 
     def installed(self) -> dict[str, str]:
-        """Every package in it with its version."""
+        """Return the version of each installed package."""
         command = [self.python, "-m", "pip", "--disable-pip-version-check", "list", "--format=json"]
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, env=surroundings())
         return {normal(package["name"]): package["version"] for package in json.loads(found.stdout)}
 
     def test(self) -> ElementTree.Element:
-        """Run the short set; pytest's own report of it."""
+        """Run the short set and return pytest's XML report."""
         report = self.folder / "report.xml"
         options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={self.folder / 'tmp'}"]
         self.say("the tests")
         status = call([self.python, "-m", "pytest", *options, *SHORT_SET], self.log, TESTS_S)
-        if status not in (0, 1) or not report.exists():  # 1: some failed, which the report has
+        if status not in (0, 1) or not report.exists():  # 1: some tests failed, as the report says
             raise StepFailed(f"the tests ended with status {status} and no whole report\n{self._last_lines()}")
         return ElementTree.parse(report).getroot()
 
@@ -121,14 +124,14 @@ class Environment:
 
 
 def surroundings() -> dict[str, str]:
-    """The environment of a child: without paths of whoever runs this."""
+    """Return the environment variables of a child, without the user's Python paths."""
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")} | {
         "PYTHONNOUSERSITE": "1"
     }
 
 
 def call(command: Sequence[str], log: Path, limit_s: int) -> int:
-    """The exit status of a command whose output is added to a file; what is left of it, ranks too, is ended."""
+    """Run a command with its output appended to ``log``, kill its remaining children, and return the exit status."""
     with log.open("ab") as out:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
         child = subprocess.Popen(command, cwd=ROOT, env=surroundings(), start_new_session=True, **streams)
@@ -144,8 +147,9 @@ def call(command: Sequence[str], log: Path, limit_s: int) -> int:
 
 
 def unpinned(installed: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """What is installed in a version that no file pins, as lines for that file. A local label (``+cpu``) is no other
-    version."""
+    """Return pins for packages that are installed in a version that no file pins. Local labels (``+cpu``) are
+    ignored.
+    """
     return [
         f"{name}=={version}"
         for name, version in sorted(installed.items())
@@ -154,7 +158,7 @@ def unpinned(installed: Mapping[str, str], wanted: Mapping[str, str]) -> list[st
 
 
 def first_failure(report: ElementTree.Element) -> tuple[str, str]:
-    """The name of the first test that failed, with its error's first line, and all that pytest says of it."""
+    """Return the first failed test with the first line of its error, and pytest's text of the failure."""
     for case in report.iter("testcase"):
         for found in (*case.iter("failure"), *case.iter("error")):
             where = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
@@ -163,7 +167,7 @@ def first_failure(report: ElementTree.Element) -> tuple[str, str]:
 
 
 def result(cell: Cell, installed: Mapping[str, str], python: str, report: ElementTree.Element) -> tuple[Row, str]:
-    """The row of a cell whose tests ran, and the text of its first failure."""
+    """Return the row of a cell whose tests ran, and the text of its first failure."""
     suites = list(report.iter("testsuite"))
     total, bad, skipped = (
         sum(int(suite.get(name, 0)) for name in names for suite in suites)
@@ -177,7 +181,7 @@ def result(cell: Cell, installed: Mapping[str, str], python: str, report: Elemen
 
 
 def run(cell: Cell, interpreter: str, folder: str | None, cache: str, say: Callable[[str], None]) -> tuple[Row, str]:
-    """A cell's row and, where it failed, what its first failure says. Nothing of its environment is left."""
+    """Run a cell and return its row and the text of its first failure. The environment is deleted."""
     free = shutil.disk_usage(folder or tempfile.gettempdir()).free / 2**30
     if free < NEEDED_GIB:
         return not_tried(cell, f"{free:.0f} GiB of disk were free, {NEEDED_GIB} are needed"), ""

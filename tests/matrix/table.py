@@ -1,4 +1,6 @@
-"""The table of results: a row for each cell, between two markers of a page; what is not tried again is kept."""
+"""The table of results in ``docs/versions.md``: one row for each cell; rows of cells that are not run again are
+kept.
+"""
 
 import datetime
 from collections.abc import Mapping
@@ -15,14 +17,14 @@ REMARK = 160  # characters
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a cell.
+    """The result of a cell.
 
     Attributes:
-        python, torch: the whole versions; of a cell that was not tried their first two numbers.
-        date: when, or ``"not tried"``.
-        passed, failed, skipped: numbers of tests; -1: it did not come to them.
-        seconds: of the tests, without the installation.
-        remark: of a failure, what failed first; of a cell that was not tried, why not.
+        python, torch: the exact versions, or major and minor version if the cell was not tried.
+        date: the date, or ``"not tried"``.
+        passed, failed, skipped: numbers of tests; -1 if the tests did not run.
+        seconds: the time of the tests without the installation.
+        remark: the first failure, or why the cell was not tried.
     """
 
     python: str
@@ -44,7 +46,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Tests ran, and all that ran passed."""
+        """Whether tests ran and all of them passed."""
         return self.passed > 0 and self.failed == 0 and not self.remark
 
     def __str__(self) -> str:
@@ -54,12 +56,12 @@ class Row:
 
 
 def not_tried(cell: Cell, why: str) -> Row:
-    """The row of a cell without a result."""
+    """Return the row of a cell without a result."""
     return Row(dotted(cell.python), dotted(cell.torch), NOT_TRIED, remark=why)
 
 
 def today() -> str:
-    """The date of a row."""
+    """Return the date for a row."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
@@ -72,10 +74,10 @@ def _split(text: str) -> tuple[str, str, str]:
 
 
 def read(text: str) -> dict[Cell, Row]:
-    """The rows of a page.
+    """Return the rows of a page.
 
     Raises:
-        ValueError: it has no markers, or a row that cannot be read, or two of one cell.
+        ValueError: the page has no markers, a row is invalid, or a cell has two rows.
     """
     rows: dict[Cell, Row] = {}
     _, inside, _ = _split(text)
@@ -94,14 +96,14 @@ def read(text: str) -> dict[Cell, Row]:
 
 
 def written(text: str, rows: Mapping[Cell, Row]) -> str:
-    """The page with other rows, in the order of their cells."""
+    """Return the page with these rows, in the order of their cells."""
     before, _, after = _split(text)
     lines = "".join(f"{rows[cell]}\n" for cell in sorted(rows))
     return f"{before}\n{HEAD}{lines}{after}"
 
 
 def add(row: Row) -> None:
-    """Write one row into the page. One of a cell that was not tried takes no result's place."""
+    """Write one row into the page. A row that was not tried does not replace a result."""
     text = PAGE.read_text("utf-8")
     rows = read(text)
     if row.tried or row.cell not in rows or not rows[row.cell].tried:

@@ -1,9 +1,9 @@
-"""``python -m tests.parity [ARCHITECTURE ...]``: every architecture over every way to divide it, fp64 and fp32.
+"""``python -m tests.parity [ARCHITECTURE ...]``: every architecture under every way to split a model, in fp64 and fp32.
 
-Ranks are kept from one architecture to the next. The table at the end has the largest error of a gradient: of its
-tensor in fp64 (1e-11 at most), beside the norm of all gradients in fp32 (1e-6, or twice what one process is off from
-fp64, if that is more). Losses, norms before clipping and parameters after three steps are compared as well; ``refused``
-says a model that cannot be divided so.
+Ranks are reused from one architecture to the next. The table at the end has the largest error of a gradient: relative
+to its tensor in fp64 (1e-11 at most), relative to the norm of all gradients in fp32 (1e-6, or twice the error of one
+process against fp64, if that is more). Losses, norms before clipping and parameters after three steps are compared as
+well; ``refused`` marks a model that cannot be split in this way.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS)]  # as pytest has them
+sys.path += [str(TESTS)]  # as pytest sets them
 
 from shardwise.testing import close_pools, run_ranks  # noqa: E402
 from tests.parity.hybrid import LAYOUTS, Found, measured  # noqa: E402

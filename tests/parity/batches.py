@@ -1,4 +1,4 @@
-"""Runs rows of a matrix in batches, so that ranks do not idle while the caller compares."""
+"""Runs the rows of a matrix in batches, so that ranks do not idle while the caller compares."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -12,13 +12,13 @@ R = TypeVar("R")
 
 
 class Batches(Generic[R]):
-    """Keeps results until they are asked for.
+    """Runs rows in batches, and stores results until they are requested.
 
     Args:
         rows: each with ``label``.
-        settings_of: what a row trains, one after the other.
+        settings_of: returns the settings that a row trains, one after the other.
         train: runs on every rank of a pool, with settings of one number of ranks.
-        size: rows that ranks run in one task.
+        size: number of rows that ranks run in one task.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class Batches(Generic[R]):
         self._done: dict[str, list[list[Any]]] = {}
 
     def runs(self, label: str) -> list[list[Any]]:
-        """By setting, by rank. Raises what the ranks raised."""
+        """Return the results by setting and rank; raise what the ranks raised."""
         if label not in self._done:
             ranks = self._settings[label][0].world_size
             same = [each for each in self._waiting if self._settings[each][0].world_size == ranks and each != label]
             try:
                 self._run([label, *same[: self._size - 1]])
-            except RankError:  # one of the batch failed, so each of it runs alone
+            except RankError:  # a row of the batch failed, so this row runs alone
                 self._run([label])
         return self._done.pop(label)
 
@@ -55,6 +55,6 @@ class Batches(Generic[R]):
 
 
 def selected(request: pytest.FixtureRequest) -> list[Any]:
-    """The rows of a file that this session selected: of tests that ask for the fixture."""
+    """Return the rows of a file that this session selected, from tests that use the fixture."""
     here = [i for i in request.session.items if isinstance(i, pytest.Function) and i.path == request.path]
     return [i.callspec.params["row"] for i in here if request.fixturename in i.fixturenames]

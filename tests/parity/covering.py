@@ -1,6 +1,6 @@
-"""Covering designs: few rows in which every allowed pair of values occurs, and fewer in which every value occurs.
+"""Covering arrays: few rows in which every allowed pair of values occurs, and fewer in which every value occurs.
 
-Greedy and deterministic.
+The algorithm is greedy and deterministic.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ def _pair(first: str, value: str, second: str, other: str) -> _Pair:
 
 
 def allowed_pairs(factors: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool]) -> list[_Pair]:
-    """Every pair of values of two factors that may occur together, in a fixed order."""
+    """Yield every pair of values of two factors that may occur together, in a fixed order."""
     return [
         _pair(first, value, second, other)
         for first, second in combinations(factors, 2)
@@ -38,8 +38,10 @@ class _Design:
         self.rows: list[Row] = []
 
     def add(self, fixed: Mapping[str, str]) -> None:
-        """A row with the values ``fixed``; each other factor takes the value with most open pairs, or else the one
-        that has cost least so far."""
+        """Add a row with the values ``fixed``.
+
+        Each other factor takes the value with most missing pairs, or else the one that has cost least so far.
+        """
         row = dict(fixed)
         while len(row) < len(self.factors):
             choices = [
@@ -69,14 +71,14 @@ def cover(
     seeds: Iterable[Mapping[str, str]] = (),
     costs: Mapping[str, float] | None = None,
 ) -> list[Row]:
-    """Rows over ``factors`` (values by factor name) in which every allowed pair of values occurs.
+    """Return rows over ``factors`` (values by factor name) in which every allowed pair of values occurs.
 
     Args:
-        factors: what can vary.
-        allowed: whether values go together; called with parts of rows, so it must not judge what is not there yet.
+        factors: the values of each factor.
+        allowed: whether values can be combined; it is called with parts of rows, so it must not judge missing factors.
         seeds: parts of rows that must occur, in any number; they are completed to cover as much as they can.
-        costs: of values, 1 where nothing is said. Where two values would cover as much, one that costs three times as
-            much is taken a third as often.
+        costs: costs of values, by default 1. Of two values that would cover as much, one that costs three times as much
+            is used a third as often.
 
     Raises:
         ValueError: an allowed pair or a seed cannot be completed to a row.
@@ -93,9 +95,9 @@ def cover(
 def each_once(
     rows: Sequence[_T], values: Callable[[_T], Iterable[Hashable]], cost: Callable[[_T], float] = lambda row: 1.0
 ) -> list[_T]:
-    """Few and cheap ones of ``rows``, in their order, in which all ``values`` of all rows occur.
+    """Return few and cheap ones of ``rows``, in their order, in which all ``values`` of all rows occur.
 
-    Among rows with as much for their cost, one whose values have occurred less often is taken.
+    Among rows with equal gain for their cost, one whose values have occurred less often is chosen.
     """
     found = [set(values(row)) for row in rows]
     missing: set[Hashable] = set().union(*found)

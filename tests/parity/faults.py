@@ -1,4 +1,4 @@
-"""Faults on purpose, which the checks must notice: a method of the engine that is another one for a while."""
+"""Faults on purpose, which the checks must detect: a method of the engine is replaced for a while."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,7 +9,7 @@ Patch = Callable[[], AbstractContextManager[Any]]
 
 
 def broken(owner: Any, name: str) -> Callable[[Callable[..., Any]], Patch]:
-    """Of a function that is called with the real one before its arguments: what puts it in the place of that one."""
+    """Decorate a replacement, which is called with the original method before its arguments."""
 
     def decorate(function: Callable[..., Any]) -> Patch:
         real = getattr(owner, name)

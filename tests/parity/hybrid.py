@@ -1,4 +1,4 @@
-"""Every architecture over every way to divide a model, against one process: loss, gradients, norm, parameters."""
+"""Every architecture under every way to split a model, compared with one process: loss, gradients, norm, parameters."""
 
 import copy
 from contextlib import nullcontext
@@ -20,11 +20,14 @@ from tests.support.tensor_setup import PAD, Case, Exact, loss_of
 CPU = torch.device("cpu")
 STEPS, LR, LAYERS, MICROBATCHES, SHARE = 3, 0.01, 4, 2, 0.5
 EXACT, SINGLE = 1e-11, 1e-6
-"""Of losses and gradients: of each tensor in fp64, of all gradients' norm in fp32; there twice what one process is off
-from fp64, if that is more, since two that are as exact as each other may differ by it."""
+"""Tolerances of losses and gradients: of each tensor in fp64, of all gradients' norm in fp32.
+
+In fp32 twice the error of one process against fp64 is allowed, if that is more, since two equally exact results may
+differ by it.
+"""
 
 Training = tuple[float, dict[str, Tensor], float, dict[str, Tensor]]
-"""The first step's loss and gradients, the last one's norm before clipping, and the parameters behind it."""
+"""The first step's loss and gradients, the last step's norm before clipping, and the final parameters."""
 
 
 def _plan(plan: Plan, tp: int = 1, pp: int = 1, sequence: Any = None, chunks: int = 1) -> Plan:
@@ -48,7 +51,7 @@ LAYOUTS: dict[str, tuple[int, Plan]] = {
     "tp2pp2x2 sequences": (4, _plan(replicated(), tp=2, pp=2, sequence="split_gather", chunks=2)),
     "tp2pp2dp2 zero1": (8, _plan(zero(1), tp=2, pp=2)),
 }
-"""Ranks and plan, by name."""
+"""Number of ranks and plan, by name."""
 SHARED: dict[str, tuple[int, Plan]] = {
     "sp2 all_to_all": (2, zero(1).but(sp=2)),
     "sp2 ring": (2, zero(3).but(sp=2, sequence=SequencePlan(mode="ring_attn"))),
@@ -56,19 +59,20 @@ SHARED: dict[str, tuple[int, Plan]] = {
     "sp4 rings of 2": (4, zero(1).but(sp=4, sequence=SequencePlan(mode="ring_attn", inner_ring=2))),
     "hybrid shard": (4, zero(3, dp_replicate=2)),
 }
-"""Layouts of ``tests/gpu`` in addition."""
+"""Further layouts, for ``tests/gpu``."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one layout made of one architecture.
+    """The outcome of one layout with one architecture.
 
     Attributes:
-        layout, dtype: which, and in what numbers.
-        padded: some tokens were padding.
-        error: the largest of a tensor's gradient (fp64), or of one beside the norm of all (fp32); NaN if refused.
-        wrong: what is too far off, or the refusal; empty: nothing.
-        refused: the model cannot be divided so, which was said before anything changed.
+        layout, dtype: which layout, and in which dtype.
+        padded: whether some tokens were padding.
+        error: the largest error of a gradient, relative to its tensor (fp64) or to the norm of all (fp32); NaN if
+            refused.
+        wrong: what is too far off, or the refusal; empty if nothing is.
+        refused: the model cannot be split in this way, which raised before anything changed.
     """
 
     layout: str
@@ -80,7 +84,7 @@ class Found:
 
 
 def with_layers(case: Case, layers: int) -> Case:
-    """The same model with so many layers."""
+    """Return the same model with so many layers."""
     config = copy.deepcopy(case.config)
     names = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
     for name in names:
@@ -92,7 +96,7 @@ def with_layers(case: Case, layers: int) -> Case:
 
 
 def _case(architecture: str, padded: bool, staged: bool) -> Case:
-    """The first of the architecture's, with four layers."""
+    """Return the architecture's first case, with four layers."""
     case = with_layers(CASES[architecture]()[0], LAYERS)
     if staged and getattr(case.config, "output_router_logits", False):
         case.config.output_router_logits = False
@@ -100,7 +104,7 @@ def _case(architecture: str, padded: bool, staged: bool) -> Case:
 
 
 def _batch(case: Case, step: int, rank: int, device: torch.device = CPU) -> dict[str, Tensor]:
-    """Another one for each step and data-parallel rank, of the case's kind."""
+    """Return a batch of the case's kind, another one for each step and data-parallel rank."""
     batch = case.batch()
     generator = torch.Generator().manual_seed(100 * step + rank)
     for name in ("input_ids", "decoder_input_ids"):
@@ -144,7 +148,7 @@ def _plain(case: Case, dtype: torch.dtype, replicas: int, staged: bool, limit: f
 
 
 def _limit(case: Case) -> float:
-    """A part of the first gradients' norm, so that they are clipped."""
+    """Return a fraction of the first gradients' norm, so that gradients are clipped."""
     model = case.made()
     with Exact():
         loss_of(model(**_batch(case, 0, 0))).backward()
@@ -174,13 +178,13 @@ def _divided(session: Session, case: Case, dtype: torch.dtype) -> Training:
 
 
 def _rounded(single: Training, double: Training) -> float:
-    """The largest error of a gradient in fp32, beside the norm of all."""
+    """Return the largest error of a gradient in fp32, relative to the norm of all."""
     total = float(torch.nn.utils.get_total_norm(list(double[1].values())))
     return max(float((single[1][name].double() - grad).norm()) for name, grad in double[1].items()) / total
 
 
 def _judged(found: Training, expected: Training, tolerance: float) -> tuple[float, str]:
-    """The largest error of a gradient, and what is too far off."""
+    """Return the largest error of a gradient, and what is too far off."""
     exact = tolerance == EXACT
     (loss, grads, norm, values), (plain_loss, plain_grads, plain_norm, plain_values) = found, expected
     wrong = [f"gradients of {sorted(grads.keys() ^ plain_grads.keys())}"] if grads.keys() != plain_grads.keys() else []
@@ -203,8 +207,10 @@ def _judged(found: Training, expected: Training, tolerance: float) -> tuple[floa
 
 
 def measured(architecture: str, layouts: list[str], dtypes: list[str], device: torch.device = CPU) -> list[Found]:
-    """What each of ``layouts``, which have the same number of ranks, makes of the architecture. On all of these; the
-    first one compares."""
+    """Return the outcome of each of ``layouts``, which have the same number of ranks, with the architecture.
+
+    Runs on all of these ranks; the first one compares.
+    """
     order, known = sorted(CASES), LAYOUTS | SHARED
     plain: dict[Any, Training] = {}
     made: dict[MeshPlan, Mesh] = {}
@@ -212,7 +218,7 @@ def measured(architecture: str, layouts: list[str], dtypes: list[str], device: t
     for layout, kind in product(layouts, dtypes):
         plan, dtype = known[layout][1], getattr(torch, kind)
         padded = (list(known).index(layout) + order.index(architecture)) % 2 == 0
-        padded = padded and architecture not in ("vit", "whisper")  # whose inputs are of one size
+        padded = padded and architecture not in ("vit", "whisper")  # whose inputs have one size
         staged = plan.mesh.pp > 1
         case = _case(architecture, padded, staged)
         limit = _limit(case)

@@ -1,4 +1,4 @@
-"""The factors of the parity matrix, what goes together, and the rows that are run."""
+"""The factors of the parity matrix, their allowed combinations, and the rows that run."""
 
 import math
 import random
@@ -30,14 +30,14 @@ PLANS: dict[str, Plan] = {
     "by_search": zero(3).but(
         packing=BySearch(search_range_numel=64, interval_numel=8, min_chunk_numel=16), gathered_fraction=0.5, prefetch=0
     ),
-    # Parameters as ZeRO-3, gradients as ZeRO-1.
+    # Parameters as in ZeRO-3, gradients as in ZeRO-1.
     "zero3_last": zero(3).but(reduce="last"),
     "hybrid1": zero(1, dp_replicate=2).but(packing=SMALL),
     "hybrid2": zero(2, dp_replicate=2).but(packing=SMALL),
     "hybrid3": zero(3, dp_replicate=2),
 }
 MAIN_PLANS = ("zero1", "zero2", "zero3", "budget0")
-"""Under these every model is trained by default."""
+"""Plans under which every model is trained by default."""
 
 MICRO = {"1x": (1, False), "3x": (3, False), "3x_no_sync": (3, True)}
 CLIP = {"unclipped": 0.0, "p1": 1.0, "p2": 2.0, "p3": 3.0, "pinf": math.inf}
@@ -57,28 +57,30 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "order": ("overlap", "sequence", "agreed", "on_use"),
 }
 COSTS = {"gloo": 4.0, "3": 3.0, "4": 4.0}
-"""A message of gloo takes two changes of threads on either side; more ranks than two cores take turns."""
+"""A message of gloo takes two thread switches on either side; more than two ranks share two cores."""
 QUICK_COSTS = {**COSTS, "1": 2.0}
-"""For the quick set: one rank shards nothing."""
+"""For the quick set: a single rank shards nothing."""
 
 RTOL = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3, "bf16_reduce32": 2e-2, "bf16_no_master": 2e-2}
 """16 bits: five units in the last place of bf16 (2^-8), two of fp16 (2^-10)."""
 SHARE = 0.25
 """See :class:`~tests.parity.sharded.Tolerance`; not in fp64."""
 NO_MASTERS_ROUNDED = 0.05
-"""Share of the elements; with masters that nobody asked for it is about a third."""
+"""Share of the elements; with unexpected masters it is about a third."""
 CUT_SHOWS = ("sgd", "rmsprop")
 CUT_ROUNDED = 0.15
-"""The same where torch's loops round the ends of a tensor otherwise than its middle: cutting a plain tensor into four
-changes 3 % (SGD) and 5 % (RMSprop) of its elements in two steps."""
+"""The same where torch's loops round the ends of a tensor differently from its middle.
+
+Splitting a plain tensor into four changes 3 % (SGD) and 5 % (RMSprop) of its elements in two steps.
+"""
 
 
 KEY_BIASES = ("attention", "gpt", "gpt_checkpointed")
-"""Models with attention: the gradient of the keys' bias is zero but for rounding, and Rprop reads nothing but signs."""
+"""Models with attention: the gradient of the keys' bias is zero except for rounding, and Rprop uses only signs."""
 
 
 def allowed(row: Row) -> bool:
-    """Whether values go together; ``row`` may lack factors."""
+    """Return whether values can be combined; ``row`` may lack factors."""
     plan = PLANS.get(row.get("plan", ""))
     if plan is not None:
         if row.get("micro") == "3x_no_sync" and plan.shard.reduce == "every":
@@ -89,20 +91,21 @@ def allowed(row: Row) -> bool:
 
 
 def _constant_scale(average: str) -> ScalerPlan:
-    """Gradients as they are here, times it, are normal numbers of fp16; tokens count in units of 1024."""
+    """Return a constant scale: gradients of these models times it are normal numbers of fp16; tokens count in units of
+    1024."""
     scale = 64.0 * 1024.0 if average == "tokens" else 64.0
     return scaler(initial_scale=scale, hysteresis=1000)
 
 
 def make_setting(row: Row) -> Setting:
-    """What a full row means."""
+    """Return the setting of a full row."""
     plan = PLANS[row["plan"]].but(
         max_norm=MAX_NORM if row["clip"] != "unclipped" else 0.0,
         norm_type=CLIP[row["clip"]] or 2.0,
         shared_memory=row["transport"] == "shared" and None,
         average=row["average"],
         overlap=row["order"] != "sequence",
-        # Ranks of the mixture take different branches.
+        # Ranks use different branches of the mixture.
         same_order=False if row["order"] == "agreed" or row["model"] == "mixture" else None,
         gather_on_use=row["order"] == "on_use",
     )
@@ -127,19 +130,19 @@ def make_setting(row: Row) -> Setting:
 
 
 def tolerance(row: Row) -> Tolerance:
-    """What a row must reach.
+    """Return the accuracy that a row must reach.
 
-    In 16 bits, the first step equals plain training bit for bit, unless sums are rounded in another order: whole
-    gradients added up before the reduction (``no_sync``), the sum over a shard group rounded before that over the
-    replicas (hybrid sharding), or what a chunk got after it was reduced, rounded by itself (a rank that used less of
-    the mixture in the pass before reduces it too early). Nor where parameters have 16 bits from the start: optimizers
-    that make state when they are built (Adagrad) round it as those.
+    In 16 bits, the first step equals plain training bit for bit, unless sums are rounded in another order: unsharded
+    gradients added up before the reduction (``no_sync``), the sum over a shard group rounded before the sum over the
+    replicas (hybrid sharding), or gradients that a chunk gets after its reduction, which are rounded separately (a rank
+    that used less of the mixture in the pass before reduces it too early). Another exception are parameters with 16
+    bits from the start: optimizers that create state when they are built (Adagrad) round it to 16 bits.
 
     Without masters the optimizer sees the same 16-bit gradients and parameters as in plain training, bit for bit, and
-    so gives the same ones. What is left: torch's loops round the last elements of a tensor, which do not fill a vector
-    register, now and then otherwise than the rest, and shards end elsewhere; and a factor (clipping, an average) may
-    differ in the last bit of fp32. Either moves rare elements by one unit in the last place, and the next step spreads
-    that a little.
+    so computes the same ones, with two exceptions: torch's loops sometimes round the last elements of a tensor, which
+    do not fill a vector register, differently, and shards end elsewhere; and a factor (clipping, an average) may differ
+    in the last bit of fp32. Either moves rare elements by one unit in the last place, and the next step spreads that a
+    little.
     """
     numbers = row["numbers"]
     if row["model"] == "mixed_bf16":
@@ -154,28 +157,28 @@ def tolerance(row: Row) -> Tolerance:
 
 
 def label(row: Mapping[str, str]) -> str:
-    """How a row is named in test ids."""
+    """Return a row's name in test ids."""
     return "-".join(row.values())
 
 
 def plan_product(plans: tuple[str, ...], ranks: str, numbers: str) -> list[Row]:
-    """Parts of rows: every model under each of ``plans``."""
+    """Return parts of rows: every model under each of ``plans``."""
     rows = [{"model": m, "plan": p, "ranks": ranks, "numbers": numbers} for m, p in product(MODELS, plans)]
     return [row for row in rows if allowed(row)]
 
 
 def dangerous_product() -> list[Row]:
-    """Parts of rows: every model under every main plan at 2 ranks in fp64."""
+    """Return parts of rows: every model under every main plan at 2 ranks in fp64."""
     return plan_product(MAIN_PLANS, "2", "fp64")
 
 
 def default_rows() -> list[Row]:
-    """Every model under every main plan at 2 ranks in fp64, and every allowed pair of values of any factors."""
+    """Return every model under every main plan at 2 ranks in fp64, and every allowed pair of values of two factors."""
     return cover(FACTORS, allowed, dangerous_product(), COSTS)
 
 
 def quick_rows(rows: Sequence[Row]) -> list[Row]:
-    """Few of ``rows``, in which every model and every value of every other factor occurs."""
+    """Return few of ``rows``, in which every model and every value of every other factor occurs."""
     return each_once(rows, dict.items, lambda row: math.prod(QUICK_COSTS.get(value, 1.0) for value in row.values()))
 
 
@@ -185,7 +188,7 @@ def complete(
     factors: Mapping[str, Sequence[str]] = FACTORS,
     goes: Callable[[Row], bool] = allowed,
 ) -> Row:
-    """Any other values that go with ``part``."""
+    """Return a row with any other values that can be combined with ``part``."""
     row = dict(part)
     for factor, values in factors.items():
         if factor not in row:

@@ -1,4 +1,4 @@
-"""Trains a tiny model on ranks as a plan says, and compares with ``shardwise.testing.train_plain``."""
+"""Trains a tiny model on ranks under a plan, and compares with ``shardwise.testing.train_plain``."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ from tests.support.models import MODELS, ModelCase, make_batches
 
 
 def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weights decay, vectors and scalars do not, and learn at another rate."""
+    """Return two groups: weights decay; vectors and scalars do not, and have another learning rate."""
     params = list(model.parameters())
     return [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
@@ -29,7 +29,8 @@ def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 EPS = 1e-2
-"""Large, so that gradients which are zero but for rounding (the bias of attention's keys) are not blown up to steps."""
+"""Large, so that gradients which are zero except for rounding (the keys' bias of attention) do not become full
+steps."""
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
@@ -47,13 +48,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def tokens_of(batch: Mapping[str, Any]) -> float:
-    """A weight that differs between batches: how many targets are positive, and one."""
+    """Return a weight that differs between batches: the number of positive targets, plus one."""
     return 1.0 + float((batch["target"] > 0).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One cell of the matrix. ``dtype`` is what the model is built in; the plan may cast it."""
+    """One cell of the matrix. ``dtype`` is the model's own; the plan may cast it."""
 
     model: str
     plan: Plan
@@ -66,10 +67,10 @@ class Setting:
 
     @property
     def recipe(self) -> PlainRecipe:
-        """The same arithmetic, unsharded."""
+        """Return the same arithmetic, unsharded."""
         precision, grad = self.plan.precision, self.plan.grad
         scale = precision.scaler.initial_scale if precision.scaler else 1.0
-        # Weights of tokens count in units of 1024, so that their products with a loss scale stay small.
+        # Token weights count in units of 1024, so that their products with a loss scale stay small.
         scale /= 1024.0 if precision.scaler and grad.average == "tokens" else 1.0
         return PlainRecipe(
             max_norm=grad.max_norm,
@@ -85,13 +86,13 @@ class Setting:
         )
 
     def batches(self, case: ModelCase) -> list[Any]:
-        """``[step][micro-batch][rank]``."""
+        """Return the batches, ``[step][micro-batch][rank]``."""
         return make_batches(case, self.world_size, self.steps, self.micro_batches, self.dtype)
 
 
 @dataclass
 class Run:
-    """What one rank saw, by step. ``digest`` is of all gradients and parameters; only rank 0 sends those."""
+    """Results of one rank, by step. ``digest`` is of all gradients and parameters; only rank 0 returns these."""
 
     losses: list[list[float]] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
@@ -104,18 +105,18 @@ class Run:
 
 
 def train_on_rank(setting: Setting) -> Run:
-    """Runs on every rank of a pool."""
+    """Train one setting on a rank of a pool."""
     return train_case(MODELS[setting.model], setting)
 
 
 def train_all(settings: Sequence[Setting]) -> list[Run]:
-    """Several settings of one world size in one task, those with equal axes and transport on one mesh in turn."""
+    """Train several settings of one world size in one task; those with equal axes and transport reuse a mesh."""
     with meshes() as mesh_of:
         return [train_case(MODELS[each.model], each, mesh_of(each.plan)) for each in settings]
 
 
 def train_case(case: ModelCase, setting: Setting, mesh: Mesh | None = None) -> Run:
-    """Train ``case`` as ``setting`` says (its ``model`` is not looked up), on a mesh of its own if none is given."""
+    """Train ``case`` under ``setting`` (whose ``model`` is not looked up), on ``mesh`` or on a new one."""
     model = case.factory(setting.dtype)
     session = build(model, OPTIMIZERS[setting.optimizer](model), setting.plan, mesh)
     run = Run()
@@ -165,23 +166,23 @@ def _passes(session: Session, loss: Callable[[nn.Module, Any], Tensor], step: An
 
 
 def plain(setting: Setting) -> PlainRun:
-    """The oracle of a setting."""
+    """Return the plain run of a setting."""
     return _plain(replace(setting, plan=replicated(), use_no_sync=False), setting.recipe)
 
 
 @functools.lru_cache(maxsize=512)
 def _plain(setting: Setting, recipe: PlainRecipe) -> PlainRun:
-    """``setting``: without its plan, of which the recipe is what counts."""
+    """Train a setting without its plan, from which only the recipe is used."""
     case = MODELS[setting.model]
     make = OPTIMIZERS[setting.optimizer] if recipe.masters else fused(OPTIMIZERS[setting.optimizer])
     return train_plain(lambda: case.factory(setting.dtype), case.loss, make, setting.batches(case), recipe)
 
 
 def fused(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """``make`` with the kernel that the engine takes where the user left the choice to torch.
+    """Return ``make`` with the kernel that the engine chooses where the user left the choice to torch.
 
-    In 16 bits the choice shows: torch's fused kernels round each result once, its loops after every operation. That of
-    SGD is not taken, since it is wrong in 16 bits on a CPU (torch 2.13).
+    In 16 bits the choice matters: torch's fused kernels round each result once, its loops after every operation. The
+    fused SGD is not used, since it is wrong in 16 bits on a CPU (torch 2.13).
     """
 
     def build(model: nn.Module) -> torch.optim.Optimizer:
@@ -196,17 +197,17 @@ def fused(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[nn.Mo
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far a run may be off.
+    """The allowed error of a run.
 
     Attributes:
-        rtol: of every number, and of every tensor relative to the largest element that it should have.
-        share: gradients whose largest element is below this share of the largest of all gradients count as that large:
-            what cancels nearly to zero has no accuracy of its own.
+        rtol: of every number, and of every tensor relative to its largest expected element.
+        share: gradients whose largest element is below this share of the largest of all gradients are compared as if it
+            were that large: nearly complete cancellation leaves no relative accuracy.
         floor: the same as an absolute magnitude, for parameters as well.
         first_is_exact: losses and gradients of the first step are equal bit for bit: the same sums in the same order.
             Parameters are then within :data:`SAME_GRADIENTS_RTOL`, as long as the gradients of later steps are equal.
-        rounded: parameters are updated in 16 bits: what share of all their elements may differ at all, each by one unit
-            in the last place of the tensor's largest element. ``None``: as above.
+        rounded: parameters are updated in 16 bits: the share of all their elements that may differ, each by one unit in
+            the last place of the tensor's largest element. ``None``: as above.
     """
 
     rtol: float
@@ -217,13 +218,14 @@ class Tolerance:
 
 
 SAME_GRADIENTS_RTOL = 1e-6
-"""Where 16-bit gradients are equal bit for bit in every step, so are the updates, but for fp32 rounding."""
+"""If 16-bit gradients are equal bit for bit in every step, updates are equal except for fp32 rounding."""
 BF16_ULP = 2.0**-7
-"""Of the numbers that a mantissa of 8 bits can express in [1, 2)."""
+"""Spacing of the numbers in [1, 2) with a mantissa of 8 bits."""
 
 
 def check_runs(runs: Sequence[Run], expected: PlainRun, setting: Setting, tolerance: Tolerance) -> None:
-    """Losses of every rank, and gradients, norms and parameters, which are bit for bit the same on all ranks."""
+    """Compare every rank's losses, and gradients, norms and parameters, which must be equal bit for bit on all
+    ranks."""
     for rank, run in enumerate(runs):
         assert run.digest == runs[0].digest, f"{setting.model}: gradients or parameters of rank {rank} are not rank 0's"
         assert run.norms == runs[0].norms, (
@@ -250,8 +252,10 @@ def check_runs(runs: Sequence[Run], expected: PlainRun, setting: Setting, tolera
 
 
 def check_beside_rounding(runs: Sequence[Run], expected: PlainRun, setting: Setting, tolerance: Tolerance) -> None:
-    """As :func:`check_runs`; of a setting in fp32, what is further off may be so by twice what plain training in fp32
-    is itself, beside fp64: how much that is depends on the kernels that a processor gets."""
+    """Check as :func:`check_runs`, with a larger tolerance for fp32 if it fails.
+
+    That is twice the error of plain training in fp32 against fp64, which depends on the kernels for the processor.
+    """
     try:
         check_runs(runs, expected, setting, tolerance)
     except AssertionError:
@@ -264,7 +268,7 @@ def check_beside_rounding(runs: Sequence[Run], expected: PlainRun, setting: Sett
 
 
 def rounding(setting: Setting, share: float) -> float:
-    """The largest error of a gradient of plain training in fp32, measured as in :func:`check_runs`."""
+    """Return the largest error of a gradient of plain training in fp32, measured as in :func:`check_runs`."""
     single, double = plain(setting), plain(replace(setting, dtype=torch.float64))
     worst = 0.0
     for rounded, exact in zip(single.gradients, double.gradients, strict=True):
@@ -275,7 +279,7 @@ def rounding(setting: Setting, share: float) -> float:
 
 def _check_rounded(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], share: float, what: str) -> None:
     total = sum(tensor.numel() for tensor in expected.values())
-    other = sum(int((actual[name] != tensor).sum()) for name, tensor in expected.items())  # NaN is other
+    other = sum(int((actual[name] != tensor).sum()) for name, tensor in expected.items())  # NaN counts as different
     assert other <= share * total, f"{what}: {other} of {total} elements are rounded otherwise"
 
 
@@ -288,7 +292,7 @@ def _check_losses(run: Run, rank: int, expected: PlainRun, setting: Setting, tol
 
 
 def _kept(expected: PlainRun) -> dict[str, Tensor]:
-    """Parameters as a full state has them: in fp32 where there is a master, frozen ones in the compute dtype."""
+    """Return parameters as a full state has them: in fp32 if there is a master, frozen ones in the compute dtype."""
     trained = {name for name, param in expected.model.named_parameters() if param.requires_grad}
     masters, computed = expected.masters[-1], expected.parameters[-1]
     return {name: masters[name] if name in trained else computed[name] for name in masters}
@@ -296,5 +300,5 @@ def _kept(expected: PlainRun) -> dict[str, Tensor]:
 
 def _check_number(actual: float | None, expected: float, rtol: float, what: str) -> None:
     assert actual is not None and math.isfinite(actual), f"{what}: {actual}"
-    # Written so that NaN fails.
+    # NaN has to fail.
     assert abs(actual - expected) <= rtol * max(abs(expected), 1e-30), f"{what}: {actual} instead of {expected}"

@@ -1,4 +1,4 @@
-"""The design itself: small, complete and the same every time."""
+"""``tests.parity.covering``: few rows, all pairs, deterministic."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_pairs_of_seven_bits_need_few_rows() -> None:
     assert all(any(r[f] == v and r[g] == w for r in rows) for f, v, g, w in allowed_pairs(BITS, lambda row: True))
 
 
-def test_what_is_not_allowed_is_left_out_and_seeds_are_kept() -> None:
+def test_forbidden_pairs_do_not_occur_and_seeds_do() -> None:
     rows = cover(BITS, lambda row: not (row.get("a") == "1" and row.get("b") == "1"), [{"c": "1", "d": "1"}] * 3)
     assert not any(row["a"] == row["b"] == "1" for row in rows)
     assert all(row["c"] == row["d"] == "1" for row in rows[:3])
@@ -25,7 +25,7 @@ def test_an_impossible_pair_is_an_error() -> None:
         cover({"a": ("0",), "b": ("0",), "c": ("0",)}, lambda row: len(row) < 3)
 
 
-def test_the_matrix_has_every_allowed_pair_and_the_whole_dangerous_product() -> None:
+def test_matrix_has_every_allowed_pair_and_the_full_dangerous_product() -> None:
     rows = default_rows()
     assert rows == default_rows()
     assert all(allowed(row) for row in rows)
@@ -38,7 +38,7 @@ def test_the_matrix_has_every_allowed_pair_and_the_whole_dangerous_product() -> 
     assert wanted <= {tuple((f, row[f]) for f in ("model", "plan", "ranks", "numbers")) for row in rows}
 
 
-def test_a_value_that_costs_more_is_taken_less_often_and_every_pair_still_occurs() -> None:
+def test_expensive_value_is_used_less_often_and_every_pair_occurs() -> None:
     factors = {"a": tuple("01234"), "b": tuple("01234"), "c": ("cheap", "dear")}
     rows = cover(factors, costs={"dear": 4.0})
     assert not [pair for pair in allowed_pairs(factors, lambda row: True) if not _occurs(pair, rows)]
@@ -46,7 +46,7 @@ def test_a_value_that_costs_more_is_taken_less_often_and_every_pair_still_occurs
     assert dear < sum(row["c"] == "dear" for row in cover(factors)) and dear <= len(rows) / 3
 
 
-def test_every_value_once_needs_few_rows_and_cheap_ones_that_differ() -> None:
+def test_every_value_once_needs_few_and_cheap_rows() -> None:
     rows = [{"a": a, "b": b, "c": c} for a in "01234" for b in "01234" for c in ("cheap", "dear")]
     chosen = each_once(rows, dict.items, lambda row: 4.0 if row["c"] == "dear" else 1.0)
     assert {item for row in chosen for item in row.items()} == {item for row in rows for item in row.items()}

@@ -1,7 +1,7 @@
-"""Architectures that no other test trains, over every way to divide a model; ``python -m tests.parity`` has all.
+"""Architectures under every way to split a model; ``python -m tests.parity`` runs all of them.
 
-Quick: two layouts that use every axis. Full: every layout once, with one of two architectures. Campaign: every layout
-with both.
+Only architectures that no other test trains. Quick: two layouts that use every axis. Full: every layout once, with one
+of two architectures. Campaign: every layout with both.
 """
 
 import pytest
@@ -14,7 +14,7 @@ FOUR = [name for name, (ranks, _) in LAYOUTS.items() if ranks == 4]
 EIGHT = [name for name, (ranks, _) in LAYOUTS.items() if ranks == 8]
 
 
-# What each axis does once, with all that is sent along it.
+# Each axis once, with everything that is sent along it.
 QUICK = ["tp2pp2x2 sequences", "dp2tp2 zero3"]
 FULL = [(4, "falcon", FOUR[::2]), (4, "mixtral", FOUR[1::2]), (8, "llama", EIGHT)]
 

@@ -1,9 +1,9 @@
-"""The parity matrix: sharded training against plain training in one process.
+"""The parity matrix: sharded training compared with plain training in one process.
 
-The full set has every model under every main plan at 2 ranks in fp64, and every pair of values of any two factors
-somewhere (see :mod:`tests.parity.covering`): about 460 rows. The quick set has those about 36 of them that
-:func:`~tests.parity.matrix.quick_rows` chooses: every model and every value of every other factor at least once.
-``-m campaign`` runs every model under every plan at every rank count in every number format.
+The full set has every model under every main plan at 2 ranks in fp64, and every pair of values of any two factors (see
+:mod:`tests.parity.covering`): about 460 rows. The quick set has about 36 of them, which
+:func:`~tests.parity.matrix.quick_rows` chooses: every model and every value of every other factor at least once. ``-m
+campaign`` runs every model under every plan at every rank count in every number format.
 """
 
 import random
@@ -37,7 +37,7 @@ def _by_mesh(row: Row) -> tuple[str, bool, bool, str]:
     return row["ranks"], row["plan"].startswith("hybrid"), row["plan"] == "ddp", row["transport"]
 
 
-# Neighbours use one mesh, whose set-up takes as long as a training.
+# Neighbouring rows reuse one mesh, whose set-up takes as long as a training.
 ROWS = sorted(default_rows(), key=_by_mesh)
 QUICK = quick_rows(ROWS)
 
@@ -57,7 +57,7 @@ def test_sharded_training_equals_plain_training(matrix: Batches[Row], row: Row) 
     (runs,) = matrix.runs(label(row))
     expected = plain(setting)
     check_beside_rounding(runs, expected, setting, tolerance(row))
-    assert row["clip"] == "unclipped" or min(expected.norms) > MAX_NORM  # else clipping was not tested
+    assert row["clip"] == "unclipped" or min(expected.norms) > MAX_NORM  # otherwise clipping was not tested
 
 
 @pytest.mark.parametrize(("ranks", "numbers"), [("2", "fp32"), ("3", "bf16"), *full(("2", "bf16"), ("3", "fp32"))])

@@ -1,4 +1,4 @@
-"""Random module graphs under random plans, against plain training, at 2 ranks in fp64."""
+"""Random module graphs under random plans, compared with plain training, at 2 ranks in fp64."""
 
 import math
 from collections.abc import Callable
@@ -27,8 +27,10 @@ OPERATIONS = ("call", "call_checkpointed", "call_reentrant", "weight", "own", "a
 
 @dataclass(frozen=True)
 class Operation:
-    """``kind`` applied to value ``source`` with ``layer`` (an index modulo what there is); ``other`` is a second value
-    or layer."""
+    """``kind`` applied to value ``source`` with ``layer`` (indices modulo the available number).
+
+    ``other`` is a second value or layer.
+    """
 
     kind: str
     source: int
@@ -38,7 +40,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Graph:
-    """``listed``: layers lie in a ModuleList (units of their own under ByModule) or are attributes."""
+    """``listed``: layers are in a ModuleList (separate units under ByModule), or are attributes."""
 
     layers: tuple[str, ...]
     operations: tuple[Operation, ...]
@@ -69,7 +71,7 @@ def _layer(kind: str) -> nn.Module:
 
 
 class GraphModule(nn.Module):
-    """Runs a :class:`Graph`; a trained layer comes last, so that there is always something to train."""
+    """Runs a :class:`Graph`; a trainable layer comes last, so that there is always something to train."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()
@@ -138,11 +140,11 @@ def _case(graph: Graph) -> ModelCase:
 
 
 def train_graph(graph: Graph, setting: Setting) -> Run:
-    """Runs on every rank of a pool."""
+    """Train a graph on a rank of a pool."""
     return train_case(_case(graph), setting)
 
 
-# Deeper than the matrix's models, so rounding has further to go.
+# Deeper than the matrix's models, so rounding errors grow more.
 TOLERANCE = Tolerance(rtol=1e-11, floor=1e-6)
 
 _small = st.integers(0, 7)
@@ -228,7 +230,7 @@ def _limits(examples: int) -> Callable[[Any], Any]:
 
 @_limits(8)
 @given(case=cases())
-def test_a_random_graph_under_a_random_plan_trains_as_plain(case: tuple[Graph, Setting]) -> None:
+def test_random_graph_under_a_random_plan_trains_as_plain(case: tuple[Graph, Setting]) -> None:
     _check(*case)
 
 

@@ -1,10 +1,9 @@
-"""Where model data is at home changes no bit of any gradient or parameter: steps under every mix of tiers.
+"""The tiers of model data change no bit of any gradient or parameter: steps under every mix of device, host and disk.
 
-Each row is trained without offload and under several mixes of device, host and disk. In the full set (34 rows, 88 runs
-with a mix) every pair of values of two factors occurs, every mix with every value, and every optimizer and model with
-state in memory and on the disk. The quick set has those 10 rows that :func:`~tests.parity.tiers.quick_rows` chooses:
-every mix and every value of a factor other than model and optimizer at least once. ``-m campaign`` has every mix with
-every row.
+Each row is trained without offload and under several mixes. In the full set (34 rows, 88 runs with a mix) every pair of
+values of two factors occurs, every mix with every value, and every optimizer and model with state in memory and on the
+disk. The quick set has 10 rows, which :func:`~tests.parity.tiers.quick_rows` chooses: every mix and every value of a
+factor other than model and optimizer at least once. ``-m campaign`` has every mix with every row.
 """
 
 import random
@@ -22,8 +21,8 @@ from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.update.early import EarlyUpdates
+from shardwise.core.shards.gather import ChunkPool
+from shardwise.core.update.optimizer_in_backward import EarlyUpdates
 from shardwise.testing import run_ranks
 from tests.parity.batches import Batches, selected
 from tests.parity.covering import Row
@@ -50,7 +49,7 @@ from tests.support.sets import full
 
 
 def _not_written(word: str) -> Patch:
-    """Records whose name begins with ``word`` stay as they were after the second write."""
+    """Records whose name begins with ``word`` are not changed after the second write."""
     writes: Counter[str] = Counter()
 
     @broken(DiskStore, "write")
@@ -63,7 +62,7 @@ def _not_written(word: str) -> Patch:
 
 @broken(Reducer, "_complete")
 def host_gradients_not_added(real: Any, reducer: Reducer, state: ChunkGrads) -> None:
-    """Only the last backward pass counts for gradients that are at home on the host."""
+    """Only the last backward pass counts for gradients in the host tier."""
     if state.home is Tier.HOST:
         state.reduced = None
     real(reducer, state)
@@ -71,16 +70,16 @@ def host_gradients_not_added(real: Any, reducer: Reducer, state: ChunkGrads) -> 
 
 @broken(EarlyUpdates, "take_over")
 def early_parameters_not_taken_over(*_: Any) -> None:
-    """Parameters stay as before an update during backward whose state is on the disk."""
+    """Parameters do not change by an update during backward whose state is on the disk."""
 
 
 @broken(ChunkPool, "renew_later")
 def late_renewal_forgotten(*_: Any) -> None:
-    """Parameters that are to be renewed at their first use never are."""
+    """Parameters that have to be renewed at their first use never are."""
 
 
 class Fault(NamedTuple):
-    """``patch`` makes it; ``shown_by`` is a mix of tiers and a part of a row under which it must be noticed."""
+    """A fault: ``patch`` causes it, and ``shown_by`` is a mix of tiers and a part of a row that must detect it."""
 
     patch: Patch
     shown_by: tuple[str, Row]
@@ -96,7 +95,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def train_faulty(fault: str, settings: Sequence[Setting]) -> list[TierRun]:
-    """Runs on every rank of a pool: trainings with one fault. Nothing of it stays."""
+    """Train on a rank of a pool with one fault, which is removed afterwards."""
     with FAULTS[fault].patch():
         return train_tiers(settings)
 
@@ -110,7 +109,7 @@ IN_SETS = [each for row in ROWS for each in ([row] if row in QUICK else full(row
 
 
 def _trainings(rows: Sequence[TierRow], directory: Path, size: int = BATCH) -> Batches[TierRow]:
-    """By mix, the run without offload first."""
+    """Return the runs by mix, the one without offload first."""
 
     def settings_of(row: TierRow) -> list[Setting]:
         return [setting_of(row.row, mix, str(directory), row.steps) for mix in (None, *row.mixes)]
@@ -129,21 +128,22 @@ def trainings(request: pytest.FixtureRequest, directory: Path) -> Batches[TierRo
 
 
 def same_bits(found: Sequence[TierRun], expected: Sequence[TierRun], what: str, norm_rtol: float = 0.0) -> None:
-    """All ranks of both have the same gradients of every step and parameters, and each rank its losses and norms."""
+    """Check that all ranks of both have the same gradients and parameters, and each rank the same losses and norms."""
     first = expected[0].run
     for rank, (run, other) in enumerate(zip(found, expected, strict=True)):
         assert other.run.digest == first.digest, f"{what}: rank {rank} differs from rank 0 without offload"
         assert run.run.losses == other.run.losses, f"{what}: losses of rank {rank}"
         for norm, other_norm in zip(run.run.norms, first.norms, strict=True):
             assert norm is not None and other_norm is not None
-            # Written so that NaN fails.
+            # NaN has to fail.
             assert abs(norm - other_norm) <= norm_rtol * other_norm, f"{what}: norms of rank {rank}"
         assert run.run.digest == first.digest, f"{what}: gradients or parameters of rank {rank}"
         assert not any(run.run.skipped)
 
 
 def check_homes(run: TierRun, mix: str, row: Row) -> None:
-    """Shares of 0 and 1 are exact; some data is where the others say (but one chunk cannot be in two places)."""
+    """Check the tiers: shares of 0 and 1 are exact; otherwise each tier has some data (but one chunk is in one
+    tier)."""
     tiers = run.by_tier
     param_host, param_disk, state_host, state_disk = MIXES[mix]
     always = ("by_tensor",)  # small tensors stay on the device
@@ -172,7 +172,7 @@ def test_tiers_change_no_bit(trainings: Batches[TierRow], directory: Path, row: 
     assert not list(directory.iterdir())
 
 
-def test_the_rows_have_everything() -> None:
+def test_rows_cover_everything() -> None:
     assert sorted(default_rows(), key=lambda row: row.label) == sorted(ROWS, key=lambda row: row.label)
     runs = [(row.row, mix) for row in ROWS for mix in row.mixes]
     for factor, values in BASE.items():
@@ -193,7 +193,7 @@ def test_the_rows_have_everything() -> None:
 # ---- against plain training
 
 EARLY = {"update": "backward", "clip": "unclipped"}
-# Beyond number formats, which the parity matrix compares without tiers.
+# Except for number formats, which the parity matrix compares without tiers.
 PLAIN: list[tuple[str, Row]] = [
     ("thirds", {"plan": "zero1", "micro": "3x_no_sync", "model": "gpt"}),
     ("p_host_s_disk", {"plan": "by_tensor", "model": "mixture", **EARLY}),
@@ -216,11 +216,11 @@ def train_with_own(setting: Any) -> Run:
         return train_all([setting])[0]
 
 
-# ---- broken on purpose
+# ---- faults on purpose
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_tier_fails_the_check(fault: str, tmp_path: Path) -> None:
+def test_broken_tier_fails_the_check(fault: str, tmp_path: Path) -> None:
     mix, part = FAULTS[fault].shown_by
     rest = {"plan": "zero2", "ranks": "2", "numbers": "bf16", "micro": "1x", "clip": "unclipped", "transport": "shared"}
     row = {**rest, "model": "gpt", "optimizer": "adamw", "knobs": "usual", **part}
@@ -232,7 +232,7 @@ def test_a_broken_tier_fails_the_check(fault: str, tmp_path: Path) -> None:
         same_bits([runs[0] for runs in broken], [runs[0] for runs in whole], fault)
 
 
-def test_every_part_of_a_run_is_compared() -> None:
+def test_every_part_of_a_tier_run_is_compared() -> None:
     def run(**changes: Any) -> list[TierRun]:
         return [TierRun(Run(losses=[[1.0]], norms=[2.0], skipped=[False], digest="a", **changes), {})]
 

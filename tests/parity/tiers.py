@@ -1,4 +1,4 @@
-"""The rows of the tier matrix: which plans, numbers, optimizers and models are trained with which mixes of tiers."""
+"""The rows of the tier matrix: plans, number formats, optimizers and models, with their mixes of tiers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,17 +25,17 @@ MIXES = {name: shares for name, shares in SHARES.items() if name != "device"} | 
     "p_host": (1, 0, 0, 0),
     "p_halves_s_disk": (0.5, 0.25, 0, 0.6),
 }
-"""Shares of parameters on host and disk, of state on host and disk."""
+"""Shares of parameters on host and disk, and of state on host and disk."""
 
-# One of everything and nothing at once; the defaults in small; several threads and requests cut small.
+# One of everything, and nothing in parallel; small defaults; several threads with small requests.
 KNOBS: dict[str, dict[str, Any]] = {
     "least": {"state_buffers": 1, "param_buffers": 1, "queue_depth": 1, "single_submit": True, "overlap_events": False},
     "usual": {},
     "threads": {"state_buffers": 5, "param_buffers": 5, "threads": 2, "queue_depth": 2},
 }
 STEPS, STEPS_OF_ONE, STEPS_OF_THREE = 10, 6, 4
-"""By default rows of one and of three micro-batches make fewer steps, but one for each number format at 1, 2 and 4
-ranks."""
+"""Rows of one and of three micro-batches make fewer steps by default, but one row for each number format at 1, 2 and 4
+ranks makes all."""
 
 PREFETCH = {"own": None, "none": 0, "three": 3}
 
@@ -55,8 +55,11 @@ FILLED = {"average": "sum", "order": "overlap", "prefetch": "own", "update": "st
 
 
 class Peculiar(torch.optim.Optimizer):
-    """State of every kind: per element (replaced, not changed in place; bool; from the third step on only), 0-dim
-    tensors and plain numbers, which are part of the update."""
+    """An optimizer with state of every kind, which is part of the update.
+
+    Per element (replaced instead of changed in place; bool; from the third step on only), 0-dim tensors and plain
+    numbers.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -95,13 +98,13 @@ OPTIMIZERS = (*sharded.OPTIMIZERS, *OWN)
 
 
 def own_optimizers() -> Any:
-    """Inside the context :func:`~tests.parity.sharded.train_case` and ``plain`` know these optimizers too."""
+    """Let :func:`~tests.parity.sharded.train_case` and ``plain`` know these optimizers too, inside this context."""
     return mock.patch.dict(sharded.OPTIMIZERS, OWN)
 
 
 @dataclass(frozen=True)
 class TierRow:
-    """A training without offload, and the mixes of tiers under which it must give the same bits."""
+    """A training without offload, and the mixes of tiers under which it must have the same bits."""
 
     base: tuple[tuple[str, str], ...]
     mixes: tuple[str, ...]
@@ -117,8 +120,11 @@ class TierRow:
 
     @property
     def norm_rtol(self) -> float:
-        """Of norms. Where gradients stream, they are norms of chunks' norms, in the order in which these came. Nothing
-        but what is reported depends on them."""
+        """The relative tolerance of norms.
+
+        If gradients are streamed, norms are computed from chunks' norms in the order of their arrival. Only the
+        reported norm depends on them.
+        """
         return 1e-12 if setting_of(self.row, None, "").plan.grad.update == "backward" else 0.0
 
 
@@ -186,18 +192,18 @@ def _goes(row: Row) -> bool:
 
 
 def _kind(mix: str) -> str:
-    """Whether the state of a mix is on the disk at all."""
+    """Return whether any state of a mix is on the disk."""
     return "disk" if MIXES[mix][3] else "memory"
 
 
 def _pairs(row: Row, mix: str) -> set[tuple[str, str, str]]:
-    """What a run of ``row`` under ``mix`` covers."""
+    """Return the pairs that a run of ``row`` under ``mix`` covers."""
     pairs = {(factor, row[factor], mix) for factor in BASE if row[factor] in BASE[factor]}
     return pairs | {(factor, row[factor], _kind(mix)) for factor in ("optimizer", "model")}
 
 
 def _complete(bases: Sequence[Row]) -> list[Row]:
-    """With a model and an optimizer each, which take turns."""
+    """Add a model and an optimizer to each row, in turn."""
     models, optimizers = list(MODELS), list(OPTIMIZERS)
     waiting = [models[(7 * index) % len(models)] for index in range(len(models))]
     rows = []
@@ -213,7 +219,10 @@ def _complete(bases: Sequence[Row]) -> list[Row]:
 
 
 def _steps(rows: Sequence[Row]) -> list[int]:
-    """All of them in the first row of three micro-batches of each number format at each rank count, fewer in others."""
+    """Return the numbers of steps.
+
+    The first row with three micro-batches of each number format at each rank count has all steps, other rows fewer.
+    """
     seen: set[tuple[str, str]] = set()
     steps = []
     for row in rows:
@@ -225,15 +234,17 @@ def _steps(rows: Sequence[Row]) -> list[int]:
 
 
 def _given(rows: Sequence[Row], steps: Sequence[int]) -> list[list[str]]:
-    """The longest rows have two mixes, with state in memory and on the disk; those of others are to be chosen."""
+    """Return two mixes for the longest rows, with state in memory and on the disk; other rows get theirs later."""
     turns = {kind: cycle([mix for mix in MIXES if _kind(mix) == kind]) for kind in ("memory", "disk")}
     longest = [row["micro"] != "1x" and count == STEPS for row, count in zip(rows, steps, strict=True)]
     return [[next(turn) for turn in turns.values()] if long else [] for long in longest]
 
 
 def default_rows() -> list[TierRow]:
-    """Every pair of values of two base factors; every mix with every such value; every optimizer and every model with
-    state in memory and on disk."""
+    """Return rows with every pair of values of two base factors, and every mix with every such value.
+
+    Every optimizer and every model has state in memory and on disk.
+    """
     bases = [*cover(BASE, _goes, _SEEDS, COSTS), *FOUR_RANKS, *THREE_RANKS]
     of_two = cycle(base for base in list(bases) if base["ranks"] == "2")
     bases += islice(of_two, max(0, len(MODELS) - len(bases)))
@@ -257,7 +268,7 @@ def default_rows() -> list[TierRow]:
 
 
 def quick_rows(rows: Sequence[TierRow]) -> list[TierRow]:
-    """Few of ``rows``, in which every mix and every value of a base factor occurs."""
+    """Return few of ``rows``, in which every mix and every value of a base factor occurs."""
 
     def values(row: TierRow) -> list[tuple[str, str]]:
         return [("mix", mix) for mix in row.mixes] + [item for item in row.base if item[0] in BASE]
@@ -273,14 +284,14 @@ def quick_rows(rows: Sequence[TierRow]) -> list[TierRow]:
 
 @dataclass
 class TierRun:
-    """A run, and where model data was at its end (``MemoryReport.by_tier``)."""
+    """A run, and the tiers of model data at its end (``MemoryReport.by_tier``)."""
 
     run: Run
     by_tier: dict[str, dict[str, int]]
 
 
 def train_tiers(settings: Sequence[Setting]) -> list[TierRun]:
-    """Several settings of one world size in one task; digests instead of tensors."""
+    """Train several settings of one world size in one task; return digests instead of tensors."""
     found: list[dict[str, dict[str, int]]] = []
     close = Session.close
 

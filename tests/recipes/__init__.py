@@ -1,1 +1,1 @@
-"""The recipes of CONTRIBUTING.md, each carried out as another package would: nothing here is private to shardwise."""
+"""The recipes of CONTRIBUTING.md, written as another package would: they use no private names of shardwise."""

@@ -1,4 +1,4 @@
-"""A plugin: ZeRO-3 or ZeRO-2 in bf16 by one argument, translated into a plan."""
+"""A plugin for the Booster: ZeRO-3 or ZeRO-2 in bf16, selected by one argument."""
 
 import torch
 
@@ -7,13 +7,13 @@ from shardwise.plan import Plan, zero
 
 
 class HalfPlugin(ShardedPlugin):
-    """Trains in bf16 with fp32 masters.
+    """Train in bf16 with fp32 masters.
 
     Args:
         shard_parameters: keep only a shard of the parameters between uses (ZeRO-3); otherwise all of them (ZeRO-2).
 
     Raises:
-        TypeError: it is no bool.
+        TypeError: ``shard_parameters`` is not a bool.
     """
 
     def __init__(self, shard_parameters: bool = True) -> None:
@@ -22,9 +22,9 @@ class HalfPlugin(ShardedPlugin):
         self._stage = 3 if shard_parameters else 2
 
     def plan(self, world_size: int) -> Plan:
-        """The same for any number of ranks."""
+        """Return the plan, which is the same for any number of ranks."""
         return zero(self._stage, torch.bfloat16)
 
     def support_no_sync(self) -> bool:
-        """Gradients are reduced in every pass."""
+        """Return False: gradients are reduced in each pass."""
         return False

@@ -1,4 +1,4 @@
-"""A format: a model in one ``.npz`` file of numpy, an array for each name."""
+"""A checkpoint format: a model in one ``.npz`` file of numpy, with one array for each name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from shardwise.core.checkpoint.formats import Format, OpenOptions
-from shardwise.core.checkpoint.formats.output import output_file
+from shardwise.core.checkpoint.formats.atomic_files import output_file
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
 
 class NpzSource:
-    """See :class:`shardwise.core.checkpoint.source.CheckpointSource`."""
+    """A :class:`shardwise.core.checkpoint.source.CheckpointSource` of one file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

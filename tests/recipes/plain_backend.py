@@ -1,4 +1,4 @@
-"""A backend: torch.distributed's blocking collectives over a communicator of its own, for devices of one type."""
+"""A communication backend: torch.distributed's blocking collectives over a process group of its own."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from shardwise.core.comm import DONE, Buffer, Group, GroupMaker, GroupRequest, H
 
 
 class PlainGroup(Group):
-    """See ``Group``: flat tensors, sums that are scaled, host-side messages over ``control``."""
+    """A ``Group`` with flat tensors and scaled sums; host-side messages use ``control``."""
 
     def __init__(self, maker: GroupMaker, request: GroupRequest) -> None:
         control = request.control
@@ -19,7 +19,7 @@ class PlainGroup(Group):
         self._collectives = maker.process_group(f"{request.name}_plain", request.rank_lists, "gloo")
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when all ranks have called it."""
         self._control.barrier()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
@@ -56,5 +56,5 @@ class PlainGroup(Group):
 
 
 def make_group(maker: GroupMaker, request: GroupRequest) -> Group:
-    """For :func:`shardwise.core.comm.register_backend`."""
+    """Make a group; for :func:`shardwise.core.comm.register_backend`."""
     return PlainGroup(maker, request)

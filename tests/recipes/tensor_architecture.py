@@ -1,4 +1,4 @@
-"""An architecture for tensor parallelism: a model of one's own, and what of it is cut."""
+"""An architecture for tensor parallelism: rules that shard the layers of a custom model."""
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -35,7 +35,7 @@ class Mini(nn.Module):
         return self.head(self.blocks(self.words(ids)))
 
 
-# By class name; what no rule names is whole on every rank.
+# Rules by class name; layers without a rule are replicated.
 ARCHITECTURE = Architecture(
     "mini",
     {

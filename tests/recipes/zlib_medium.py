@@ -1,4 +1,4 @@
-"""A tier: what does not fit into host memory stays there after all, compressed."""
+"""A medium of the disk tier that compresses data and keeps it in host memory."""
 
 import zlib
 
@@ -7,13 +7,15 @@ from shardwise.plan import DiskPlan
 
 
 class CompressedMemory:
-    """See :class:`shardwise.core.memory.disk.Medium`: blocks by offset. Assigning to a dict is safe between threads."""
+    """A medium (:class:`shardwise.core.memory.disk.Medium`) with blocks by offset in a dict, whose assignment is
+    thread-safe.
+    """
 
     def __init__(self) -> None:
         self._blocks: dict[int, bytes] = {}
 
     def reserve(self, nbytes: int) -> None:
-        """How much of it compression leaves is not known before."""
+        """Do nothing: the size after compression is not known in advance."""
 
     def read(self, offset: int, memory: memoryview) -> None:
         memory[:] = zlib.decompress(self._blocks[offset])
@@ -26,5 +28,5 @@ class CompressedMemory:
 
 
 def open_compressed(plan: DiskPlan, rank: int) -> Medium:
-    """For :func:`shardwise.core.memory.disk.register_medium`; it needs no directory."""
+    """Open the medium; for :func:`shardwise.core.memory.disk.register_medium`. It needs no directory."""
     return CompressedMemory()

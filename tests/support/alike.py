@@ -1,7 +1,8 @@
-"""One rank of many, without the others: peers that do what this rank does, so that real code runs at any number.
+"""One rank of many without the other ranks: simulated peers do what this rank does, so real code runs at any world
+size.
 
-What is not there is the transport alone. Groups, chunk tables, agreement, checkpoints and the engine above them are
-those of a real run; torch's process groups below them answer in this process, and count what they are asked for.
+Only the transport is simulated. Groups, chunk tables, agreement, checkpoints and the engine are those of a real run;
+torch's process groups below them answer in this process, and count the calls.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +29,13 @@ _Work: Any = dist.Work
 
 @dataclass
 class Asked:
-    """What process groups were asked to do, as this rank sees it.
+    """Calls and bytes of the process groups, as this rank sees them.
 
     Attributes:
-        calls: by operation of torch.distributed.
-        sent_bytes: by operation, what this rank gives to it (once, however many get it).
-        received_bytes: by operation, what this rank gets of others.
-        log: every operation in order, as (operation, bytes given, bytes got).
+        calls: number of calls, by operation of torch.distributed.
+        sent_bytes: bytes that this rank passes in, by operation (once, for any number of receivers).
+        received_bytes: bytes that this rank gets from other ranks, by operation.
+        log: every operation in order, as (operation, sent bytes, received bytes).
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Asked:
     log: list[tuple[str, int, int]] = field(default_factory=list)
 
     def add(self, operation: str, sent_bytes: int, received_bytes: int) -> None:
-        """One more."""
+        """Count a call."""
         self.calls[operation] = self.calls.get(operation, 0) + 1
         self.sent_bytes[operation] = self.sent_bytes.get(operation, 0) + sent_bytes
         self.received_bytes[operation] = self.received_bytes.get(operation, 0) + received_bytes
@@ -57,7 +58,7 @@ class Asked:
 
 
 class _Done(_Work):  # type: ignore[misc]
-    """Over when it begins."""
+    """A work that is complete at once."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -70,7 +71,7 @@ class _Done(_Work):  # type: ignore[misc]
 
 
 class _Arriving(_Done):
-    """A message that is there when it is waited for."""
+    """A message that arrives when it is waited for."""
 
     def __init__(self, arrive: Callable[[], object]) -> None:
         super().__init__()
@@ -87,18 +88,18 @@ class _Arriving(_Done):
 
 
 # [Note: Peers that are alike]
-# Every peer holds, sends and is asked for what this rank is. So a gather is copies of the own part, a broadcast leaves
-# the own values, and a sum is the own value as often as there are ranks. Of a message from a peer nothing else is known
-# than what this rank sends at that time under the same tag (zeros, where it sends nothing as long), and a slice for one
-# rank is not that for another. Values are therefore not those of a run; what is asked of the transport is, call by call
-# and byte by byte (tests/ranks/testing/test_pool.py compares).
+# Every peer has, sends and requests what this rank does. So a gather returns copies of the own part, a broadcast leaves
+# the own values, and a sum is the own value times the number of ranks. A message from a peer has the values that this
+# rank sends at that time under the same tag (zeros, if it sends nothing of that length), and a slice for one rank is
+# not that for another. Values therefore differ from those of a run; the calls of the transport are the same, call by
+# call and byte by byte (tests/ranks/testing/test_pool.py compares).
 class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group of torch, of ``size`` ranks of which only this one is there. See [Note: Peers that are alike].
+    """A torch process group of ``size`` ranks, of which only this one exists. See [Note: Peers that are alike].
 
     Args:
-        rank: this process in it.
-        size: ranks.
-        asked: counts what it is asked for.
+        rank: the rank of this process.
+        size: number of ranks.
+        asked: counts the calls.
     """
 
     def __init__(self, rank: int, size: int, asked: Asked) -> None:
@@ -107,17 +108,17 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._sent: tuple[int, Tensor | None] = (-1, None)
 
     def getBackendName(self) -> str:
-        """For torch."""
+        """Return the name that torch asks for."""
         return "alike"
 
     def all_gather_single(self, out: Tensor, own: Tensor, _options: Any = None) -> Any:
-        """Every peer has ``own``."""
+        """Copy ``own`` for every peer."""
         self._asked.add("all_gather", own.nbytes, out.nbytes - own.nbytes)
         out.view(self._ranks, -1).copy_(own.view(1, -1).expand(self._ranks, -1))
         return _Done()
 
     def reduce_scatter_single(self, out: Tensor, full: Tensor, options: Any = None) -> Any:
-        """The own slice, as often as there are ranks; once where they are averaged."""
+        """Return the own slice times the number of ranks; the slice itself for an average."""
         self._asked.add("reduce_scatter", full.nbytes - out.nbytes, out.nbytes)
         part = full.view(self._ranks, -1)[self._own]
         if part.data_ptr() != out.data_ptr():
@@ -126,14 +127,14 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return _Done()
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
-        """As :meth:`reduce_scatter_single`, of all of it."""
+        """Do as :meth:`reduce_scatter_single`, for the full tensor."""
         for tensor in tensors:
             self._asked.add("all_reduce", tensor.nbytes, tensor.nbytes)
             self._sum(tensor, options)
         return _Done()
 
     def reduce(self, tensors: list[Tensor], options: Any = None) -> Any:
-        """The same, which one rank gets."""
+        """Reduce to one rank."""
         for tensor in tensors:
             own = options is not None and options.rootRank == self._own
             self._asked.add("reduce", 0 if own else tensor.nbytes, tensor.nbytes if own else 0)
@@ -147,27 +148,27 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(
         self, out: Tensor, full: Tensor, _out_sizes: Sequence[int], _sizes: Sequence[int], _options: Any = None
     ) -> Any:
-        """Every peer sends what this rank would send to itself."""
+        """Receive from every peer what this rank would send to itself."""
         self._asked.add("all_to_all", full.nbytes, out.nbytes)
         rows = out.view(self._ranks, -1)
         rows.copy_(full.view(self._ranks, -1)[self._own].clone().expand_as(rows))
         return _Done()
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> Any:
-        """The source has what is here."""
+        """Leave the values: the source has the same ones."""
         for tensor in tensors:
             own = options is not None and options.rootRank == self._own
             self._asked.add("broadcast", tensor.nbytes if own else 0, 0 if own else tensor.nbytes)
         return _Done()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """It is taken at once."""
+        """Complete at once."""
         self._asked.add("send", tensors[0].nbytes, 0)
         self._sent = tag, tensors[0]
         return _Done()
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """What this rank has sent by the time that it waits."""
+        """Receive what this rank has sent by the time of the wait."""
         self._asked.add("receive", 0, tensors[0].nbytes)
         return _Arriving(partial(self._arrive, tensors[0], tag))
 
@@ -178,18 +179,18 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
             out[: sent.numel()].copy_(sent.view(-1))
 
     def barrier(self, _options: Any = None) -> Any:
-        """All are there."""
+        """Complete at once."""
         self._asked.add("barrier", 0, 0)
         return _Done()
 
-    # What versions of torch before 2.13 call them.
+    # Their names in versions of torch before 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
 
 class _AlikeMaker(GroupMaker):
-    """Makes the real groups over process groups of peers that are alike."""
+    """Creates the real groups over process groups with simulated peers."""
 
     def __init__(self, rank: int, size: int, asked: Asked) -> None:
         super().__init__(CPU, shared_memory=False, timeout_s=60.0)
@@ -218,20 +219,20 @@ class _AlikeMaker(GroupMaker):
 
 @contextmanager
 def alike_mesh(plan: Plan, rank: int, ranks: int, transport: Transport = "native") -> Iterator[tuple[Mesh, Asked]]:
-    """The mesh of rank ``rank`` of ``ranks``, on the CPU, and what its process groups were asked for since then.
+    """Yield the mesh of rank ``rank`` of ``ranks`` on the CPU, and the calls of its process groups from then on.
 
-    Give it to :func:`shardwise.session.build`, and train in this one process. No torch.distributed is started, and
-    nothing waits. Times are the host's own; what networks would take is not in them.
+    Pass it to :func:`shardwise.session.build`, and train in this one process. torch.distributed is not started, and
+    nothing waits. Times are the host's own, without those of a network.
 
     Args:
-        plan: how the ranks are divided (``plan.mesh``).
-        rank: this process.
-        ranks: how many there are.
-        transport: ``"native"``, the library calls that GPUs have, for each of which the host waits; ``"queued"``, the
-            same, for which only the device does, as with NCCL; ``"gloo"``, the messages of CPU ranks on several hosts.
+        plan: its ``mesh`` says how the ranks are split.
+        rank: the rank of this process.
+        ranks: the world size.
+        transport: ``"native"``, the library calls that GPUs have, with a host wait for each; ``"queued"``, the same
+            with waits of the device only, as with NCCL; ``"gloo"``, the messages of CPU ranks on several hosts.
 
     Raises:
-        ValueError: the plan does not fit the number of ranks, or divides layers or sequences: peers would not be alike.
+        ValueError: the plan does not fit the number of ranks, or splits layers or sequences, whose ranks differ.
     """
     sizes = plan.mesh.resolve(ranks)
     if sizes.tp * sizes.pp * sizes.sp > 1:

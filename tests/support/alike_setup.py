@@ -1,4 +1,4 @@
-"""What the tests of peers that are alike share: a model of blocks, plans, steps, a record of what real ranks ask."""
+"""Setup for tests of :mod:`tests.support.alike`: a model of blocks, plans, steps, and a log of real ranks' calls."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,14 +22,14 @@ WIDTH = 8
 
 
 def made(plan: Plan, mesh: Mesh, blocks: int) -> Session:
-    """The same model on every rank."""
+    """Build the same model on every rank."""
     other_numbers.seed(0)
     model = Blocks(blocks, WIDTH)
     return build(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan, mesh)
 
 
 def train(session: Session, steps: int) -> None:
-    """The same batches on every rank."""
+    """Train on the same batches on every rank."""
     for step in range(steps):
         x = torch.full((2, WIDTH), 0.1 * (step + 1))
         session.backward(session.module(x).square().mean())
@@ -38,12 +38,12 @@ def train(session: Session, steps: int) -> None:
 
 
 def counted(mesh: Mesh) -> list[tuple[str, dict[str, int], dict[str, int]]]:
-    """By group: calls and bytes."""
+    """Return calls and bytes, by group."""
     return [(group.name, dict(group.traffic.calls), dict(group.traffic.bytes)) for group in mesh.groups]
 
 
 def real_native(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
-    """The backend's own collectives, over gloo."""
+    """Use the backend's own collectives, over gloo."""
     lists = request.rank_lists
     gather, reduce = (maker.process_group(f"{request.name}_{each}", lists, "gloo") for each in ("gather", "reduce"))
     return NativeGroup(request.called, maker.device, request.control, gather, reduce)
@@ -51,7 +51,7 @@ def real_native(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
 
 @contextlib.contextmanager
 def recorded(asked: Asked) -> Iterator[None]:
-    """Inside, what shardwise asks of torch.distributed is noted as :class:`AlikeProcessGroup` does."""
+    """Record shardwise's calls of torch.distributed inside this context, as :class:`AlikeProcessGroup` does."""
 
     def noted(where: Any, name: str, called: str, sizes: Callable[..., tuple[int, int]]) -> Any:
         whole = getattr(where, name)
@@ -80,7 +80,7 @@ def recorded(asked: Asked) -> Iterator[None]:
 
 
 def real_steps(name: str, transport: str, steps: int, blocks: int) -> tuple[Any, Any, int]:
-    """On a real rank: what was asked for during ``steps``, what groups counted, and this rank's shards' bytes."""
+    """Return, on a real rank, the log of ``steps``, the groups' counts, and the bytes of this rank's shards."""
     plan = PLANS[name].but(shared_memory=False)
     put_back = register_backend("cpu", real_native) if transport == "native" else lambda: None
     try:

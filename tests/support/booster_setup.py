@@ -1,4 +1,4 @@
-"""What the Booster's checkpoint tests share: plugins, a small odd model, and the calls that users make."""
+"""Setup for the Booster's checkpoint tests: plugins, a small odd model, and the calls of users."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,8 +13,21 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from tests.support.engine_setup import scaler
 
-TINY = 1e-4  # MB: about one tensor a shard
+M = 2**20
+
+SCALER = scaler(initial_scale=2.0**16, hysteresis=2)
+OTHER_SCALER: dict[str, float] = {
+    "initial_scale": 1024.0,
+    "min_scale": 2.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 10,
+    "hysteresis": 1,
+    "max_scale": 2.0**20,
+}
+TINY = 1e-4  # MB: about one tensor per shard file
 SMALL = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 0.01}
 
 Optimizers = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -44,7 +57,7 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
 
 
 class Net(nn.Module):
-    """Tied weights, a buffer, extra state, a frozen and an empty parameter; rows that two ranks do not share evenly."""
+    """Tied weights, a buffer, extra state, a frozen and an empty parameter; two ranks do not share its rows evenly."""
 
     def __init__(self, hidden: int = 7) -> None:
         super().__init__()
@@ -86,7 +99,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain(steps: int, passes: int = 1, make: Optimizers | None = None) -> dict[str, Any]:
-    """The state after ``steps`` of several backward passes in one ordinary process over full batches."""
+    """Return the state after ``steps`` of several backward passes over full batches, in one plain process."""
     model, optimizer, scheduler = start(make=make)
     for step in range(steps):
         for index in range(passes):
@@ -99,7 +112,7 @@ def plain(steps: int, passes: int = 1, make: Optimizers | None = None) -> dict[s
 
 
 class Run:
-    """A boosted run with the calls that users make; ``noise`` draws from the generators in every step."""
+    """A boosted run with the calls of users; ``noise`` uses random numbers in every step."""
 
     def __init__(
         self, plugin: Plugin | None, seed: int = 3, hidden: int = 7, noise: bool = False, make: Optimizers | None = None
@@ -112,7 +125,7 @@ class Run:
         )
 
     def backward(self, index: int) -> float:
-        """One pass over this rank's rows of a batch."""
+        """Run a backward pass over this rank's rows of a batch."""
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         inputs, targets = batch(index)
         loss = self.criterion(self.model(inputs[rank::size]), targets[rank::size])

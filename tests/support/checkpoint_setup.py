@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: plans in every tier and precision, a deterministic run, and how two runs compare."""
+"""Setup for checkpoint tests: plans in every tier and precision, a deterministic run, and comparison of two runs."""
 
 import random
 import threading
@@ -11,20 +11,21 @@ import torch
 from torch import nn
 
 from shardwise.core.checkpoint.atomic import FileSystem
-from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.plan import ByNumel, ByTensor, Plan, TierPlan, replicated, zero
 from shardwise.session import Session
 from tests.support.engine_setup import scaler
 from tests.support.models import MODELS, ModelCase
 from tests.support.tier_setup import shared
 
-BATCHES = 12  # a step's, over all ranks, where runs of different sizes are compared: divides by 1, 2, 3 and 4
+# the batches of a step, over all ranks, where runs of different world sizes are compared: a multiple of 1, 2, 3 and 4
+BATCHES = 12
 
 SCALER = scaler(initial_scale=256.0, growth_interval=2, max_scale=2.0**20)
 
 
 class Held(FileSystem):
-    """Writes wait until they are let go, and may fail then."""
+    """Delays writes until they are released; then they may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +39,12 @@ class Held(FileSystem):
 
 
 def tiers(directory: str, param: tuple[float, float], state: tuple[float, float]) -> TierPlan:
-    """Shares on the (host, disk) of parameters and of state."""
+    """Return shares on (host, disk) for parameters and for state."""
     return shared((*param, *state), directory, block_bytes=16384, param_buffers=4)
 
 
 def plans(directory: str) -> dict[str, Plan]:
-    """By name; ``directory`` is for the disk tier."""
+    """Return plans by name; ``directory`` is for the disk tier."""
     half = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16, "cast_inputs": True}
     base = zero(3)
     return {
@@ -76,7 +77,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def two(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Two optimizers over alternating parameters; the last parameter is in none."""
+    """Return two optimizers over alternating parameters; the last parameter is in neither."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [torch.optim.Adam(params[:-1:2], lr=1e-2, eps=1e-2), torch.optim.SGD(params[1:-1:2], lr=0.05, momentum=0.9)]
 
@@ -86,7 +87,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {"adamw": adamw, "sgd": sgd,
 
 @dataclass
 class Run:
-    """A session in training, and what it drew and lost."""
+    """A session in training, and the random numbers and losses of its steps."""
 
     case: ModelCase
     session: Session
@@ -97,7 +98,8 @@ class Run:
     batches: int = BATCHES
 
     def steps(self, first: int, last: int) -> list[float]:
-        """The loss summed over this rank's batches, of each step; dropout-like noise from three generators."""
+        """Return the loss of each step, summed over this rank's batches; noise like dropout's comes from three
+        generators."""
         losses, rank, size = [], self.session.mesh.rank, self.session.mesh.size
         for step in range(first, last):
             total = 0.0
@@ -117,7 +119,7 @@ class Run:
 
 
 def start(session_of: Callable[..., Session], model: str, optimizer: str, plan: Plan, **how: Any) -> Run:
-    """A new run: ``seed`` of its weights, ``dtype`` that the model is built in, ``batches`` of a step on all ranks."""
+    """Start a run: ``seed`` of the weights, ``dtype`` of the model, ``batches`` of a step on all ranks."""
     case = MODELS[model]
     dtype, seed = how.get("dtype", torch.float32), how.get("seed", 0)
     module = case.factory(dtype, seed)
@@ -134,7 +136,7 @@ def start(session_of: Callable[..., Session], model: str, optimizer: str, plan: 
 
 
 def everything(session: Session) -> dict[str, Any]:
-    """Full model and optimizer state as flat names; collective."""
+    """Return the full model and optimizer state under flat names; collective."""
     found: dict[str, Any] = {f"model/{n}": v for n, v in session.module.state_dict().items()}
     for index, optimizer in enumerate(session.optimizers):
         state = optimizer.state_dict()
@@ -147,7 +149,7 @@ def everything(session: Session) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names whose values are not the same bits."""
+    """Return the names whose values differ in any bit."""
     names = [name for name in one.keys() | other.keys() if name not in one or name not in other]
     for name in one.keys() & other.keys():
         a, b = one[name], other[name]
@@ -164,6 +166,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def close_to(actual: Sequence[float], expected: Sequence[float], rtol: float) -> bool:
-    """False for NaN as well."""
+    """Return whether they are close; False for NaN."""
     pairs = zip(actual, expected, strict=False)
     return len(actual) == len(expected) and all(abs(a - e) <= rtol * abs(e) for a, e in pairs)

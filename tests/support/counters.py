@@ -1,4 +1,4 @@
-"""Count what a process holds and sends: live tensor bytes, and the traffic of groups."""
+"""Counters of a process: live tensors and their bytes, and resident memory."""
 
 import gc
 import warnings
@@ -11,10 +11,10 @@ from shardwise.core.base.torch_internals import storage_id
 
 
 def live_tensors() -> Iterator[Tensor]:
-    """Every tensor that a Python object holds in this process, gradients of leaves included.
+    """Return every tensor that a Python object references in this process, with the gradients of leaves.
 
-    Tensors that only the autograd graph holds (activations saved for backward) have no Python object and are not
-    found: count while no graph is alive. In a rank of a pool, tensors made by imported modules are left out.
+    Tensors that only the autograd graph references (activations saved for backward) have no Python object and are
+    missing: count while no graph is alive. In a rank of a pool, tensors of imported modules are left out.
     """
     gc.collect()
     for obj in gc.get_objects():
@@ -26,10 +26,10 @@ def live_tensors() -> Iterator[Tensor]:
 
 
 def live_tensor_bytes(device: torch.device | str | None = None) -> int:
-    """Bytes of the distinct storages behind :func:`live_tensors`, on ``device`` or on all of them.
+    """Return the bytes of the distinct storages behind :func:`live_tensors`, on ``device`` or on all devices.
 
-    Views count once, and so do several storages of one memory (a mapping that is shared with peers has two); an
-    expanded tensor counts its storage, not its shape; meta tensors count nothing.
+    Views count once, and so do several storages of one memory (a mapping shared with peers has two); an expanded tensor
+    counts its storage, not its shape; meta tensors count nothing.
     """
     wanted = torch.device(device) if device is not None else None
     sizes: dict[tuple[torch.device, int], int] = {}
@@ -49,13 +49,13 @@ def live_tensor_bytes(device: torch.device | str | None = None) -> int:
 
 
 def resident_bytes(field: str) -> int:
-    """``VmRSS``, or ``VmHWM``: the most there was since :func:`forget_peak`."""
+    """Return ``VmRSS``, or ``VmHWM``: its maximum since :func:`forget_peak`."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 
 def forget_peak() -> bool:
-    """The highest resident memory so far is what there is now; ``False``: this kernel cannot say so."""
+    """Reset the peak of resident memory to its present value; ``False`` if this kernel cannot."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")

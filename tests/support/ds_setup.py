@@ -1,4 +1,4 @@
-"""What tests of the DeepSpeed front-end share: configurations, engines, and the model of the recorded checkpoints."""
+"""Setup for tests of the DeepSpeed front-end: configurations, engines, and the model of the recorded checkpoints."""
 
 import warnings
 from typing import Any
@@ -14,7 +14,7 @@ def optimizer_block(kind: str, **params: Any) -> dict[str, Any]:
 
 
 def ds_config(stage: int, micro: int = 1, zero: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """SGD without clipping; no parameter stays gathered because it is small. ``zero`` extends that block."""
+    """Return a configuration with SGD, without clipping or persistent small parameters; ``zero`` extends that block."""
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_clipping": 0.0,
@@ -25,7 +25,7 @@ def ds_config(stage: int, micro: int = 1, zero: dict[str, Any] | None = None, **
 
 
 def start(model: nn.Module, config: dict[str, Any], **arguments: Any) -> deepspeed.DeepSpeedEngine:
-    """An engine; what it warns of is not shown."""
+    """Return an engine; its warnings are suppressed."""
     with warnings.catch_warnings(action="ignore"):
         engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(model=model, config=config, **arguments)[0]
     return engine

@@ -1,4 +1,4 @@
-"""What the tests of updates during backward share: cases, a training loop, and the comparison."""
+"""Setup for tests of ``update="backward"``: cases, a training loop, and the comparison."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.core.mesh import Mesh
-from shardwise.core.update.early import EarlyUpdates
+from shardwise.core.update.optimizer_in_backward import EarlyUpdates
 from shardwise.plan import Plan, TierPlan, on_device, zero
 from shardwise.session import Session
 from tests.support.engine_setup import one_mesh, sharded
@@ -23,7 +23,7 @@ MIX = dataclasses.replace(on_device(), state_host_fraction=0.5, param_host_fract
 
 
 class Nested(torch.optim.Optimizer):
-    """A user's optimizer: momentum in a nested list, gradients changed in place, and a count that is no tensor."""
+    """A user's optimizer: momentum in a nested list, gradients changed in place, and a count that is a plain number."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:
         super().__init__(params, {"lr": lr})
@@ -65,14 +65,14 @@ class Case:
         dtype = self.changes.get("param_dtype")
         plan = zero(self.stage, dtype)  # type: ignore[arg-type]
         more: dict[str, Any] = {} if dtype is None else {"buffer_dtype": dtype, "cast_inputs": True}
-        if self.model == "mixture":  # ranks take different experts
+        if self.model == "mixture":  # ranks use different experts
             more["same_order"] = False
         return plan.but(tiers=self.tiers, shared_memory=shared, **more, **self.changes)
 
 
 @dataclass
 class Seen:
-    """What one run of a case gave on a rank."""
+    """Results of one run of a case on a rank."""
 
     state: str
     losses: list[float]
@@ -82,7 +82,7 @@ class Seen:
 
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
-    """Counts chunks that were updated early."""
+    """Count the chunks that were updated early."""
     counts, update = {"updates": 0}, EarlyUpdates.update
 
     def counted(self: EarlyUpdates, *args: Any) -> None:
@@ -94,7 +94,7 @@ def counting() -> Iterator[dict[str, int]]:
 
 
 def full_state(session: Session) -> str:
-    """Digest of masters and optimizer state. Collective."""
+    """Return a digest of masters and optimizer state. Collective."""
     return digest([session.module.state_dict(), [each.state_dict() for each in session.optimizers]])
 
 
@@ -118,7 +118,7 @@ def train(case: Case, plan: Plan, mesh: Mesh) -> Seen:
 
 
 def both(cases: list[Case], shared: bool | None) -> list[tuple[Seen, Seen]]:
-    """On a rank: every case on the device with updates in ``step()``, and in its tiers during backward."""
+    """Run every case on this rank: on the device with updates in ``step()``, and in its tiers during backward."""
     with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
         pairs = []
         for case in cases:

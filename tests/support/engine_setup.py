@@ -1,4 +1,5 @@
-"""What the engine's tests share: plans by name, sessions that clean up, programs run sharded and in plain torch."""
+"""Setup for the engine's tests: plans by name, sessions that are closed, and programs run sharded and in plain
+torch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,7 +36,7 @@ def scaler(**changes: float) -> ScalerPlan:
 
 
 SCALER = scaler(growth_interval=1, max_scale=8192.0)
-"""Moves at every step."""
+"""Changes at every step."""
 
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer] | None
 Program = Callable[[nn.Module, int, int], Iterator[tuple[Tensor, bool]]]
@@ -43,7 +44,7 @@ Program = Callable[[nn.Module, int, int], Iterator[tuple[Tensor, bool]]]
 
 
 class Breaks(torch.autograd.Function):
-    """The identity, whose backward raises while ``armed``."""
+    """The identity; its backward raises while ``armed``."""
 
     armed = False
 
@@ -60,7 +61,7 @@ class Breaks(torch.autograd.Function):
 
 @contextmanager
 def sharded(model: nn.Module, optimizer: Optimizers, plan: Plan, mesh: Mesh | None = None) -> Iterator[Session]:
-    """A session that is closed at the end, with its mesh where it made one; not if the test fails (peers are gone)."""
+    """Yield a session, and close it with the mesh that it created; not if the test fails, since peers are gone then."""
     session = build(model, optimizer, plan, mesh)
     yield session
     session.close()
@@ -70,7 +71,7 @@ def sharded(model: nn.Module, optimizer: Optimizers, plan: Plan, mesh: Mesh | No
 
 @contextmanager
 def one_mesh(plan: Plan) -> Iterator[Mesh]:
-    """A mesh for several sessions, since making one takes longer than a few steps."""
+    """Yield a mesh for several sessions, since creating one takes longer than a few steps."""
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
     yield mesh
     mesh.close()
@@ -78,7 +79,7 @@ def one_mesh(plan: Plan) -> Iterator[Mesh]:
 
 @contextmanager
 def meshes() -> Iterator[Callable[[Plan], Mesh]]:
-    """One mesh for all plans that communicate alike; one with secondary groups is good for plans without."""
+    """Yield a function from a plan to its mesh; plans with equal groups and transport share one."""
     made: dict[Any, Mesh] = {}
     with ExitStack() as stack:
 
@@ -108,13 +109,14 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 
 
 def seeded(build_model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """The same weights in every process, in fp64 so that nothing but the arithmetic can differ."""
+    """Return equal weights in every process, in fp64, so that only the arithmetic can differ."""
     other_numbers.seed(seed)
     return build_model().double()
 
 
 def away_from_zero(model: nn.Module) -> nn.Module:
-    """Vectors that start at zero would hold the steps alone, which are as exact as gradients in fp32 are."""
+    """Move vectors that start at zero away from it: their values would be the steps only, with the error of fp32
+    gradients."""
     with torch.no_grad():
         for vector in (p for p in model.parameters() if p.dim() == 1):
             vector.add_(0.1 * torch.randn(vector.shape))
@@ -122,13 +124,13 @@ def away_from_zero(model: nn.Module) -> nn.Module:
 
 
 def data(rank: int, step: int, index: int = 0, width: int = 6, rows: int = 4) -> Tensor:
-    """A batch of one rank: ``[rows, width]`` in fp64."""
+    """Return a batch of one rank: ``[rows, width]`` in fp64."""
     generator = torch.Generator().manual_seed(10000 * rank + 100 * step + index)
     return torch.randn(rows, width, generator=generator, dtype=torch.float64)
 
 
 def mean_square(model: Any, rank: int, step: int) -> Tensor:
-    """The loss of most programs."""
+    """Return the loss of most programs."""
     return model(data(rank, step)).square().mean()
 
 
@@ -139,7 +141,7 @@ def plain_steps(
     loss: Callable[[Any, int, int], Tensor] = mean_square,
     ranks: int = 2,
 ) -> dict[str, Tensor]:
-    """The state after steps in plain torch, each with the mean of the losses of all ranks."""
+    """Return the state after steps in plain torch, each with the mean of the losses of all ranks."""
     for step in range(steps):
         for rank in range(ranks):
             (loss(model, rank, step) / ranks).backward()
@@ -149,7 +151,7 @@ def plain_steps(
 
 
 def run_plain(build_model: Callable[[], nn.Module], program: Program, world_size: int, steps: int) -> dict[str, Tensor]:
-    """The mean over ranks, one rank after the other in one process."""
+    """Train on the mean over ranks, one rank after the other in one process."""
     model = seeded(build_model)
     optimizer = adam(model)
     for step in range(steps):
@@ -164,7 +166,7 @@ def run_plain(build_model: Callable[[], nn.Module], program: Program, world_size
 def run_sharded(
     build_model: Callable[[], nn.Module], program: Program, plan: Plan, steps: int, mesh: Mesh | None = None
 ) -> dict[str, Tensor]:
-    """The same on this rank of a pool."""
+    """Train the same on this rank of a pool."""
     model = seeded(build_model)
     with sharded(model, adam(model), plan, mesh) as session:
         for step in range(steps):
@@ -175,7 +177,7 @@ def run_sharded(
 
 
 def check(actual: list[dict[str, Tensor]], expected: dict[str, Any], what: str, rtol: float = 1e-11) -> None:
-    """Every rank has the expected state."""
+    """Check that every rank has the expected state."""
     for rank, state in enumerate(actual):
         assert_close(state, expected, rtol, f"{what}, rank {rank}")
 
@@ -185,5 +187,5 @@ def loss_of(session: Session, index: int = 0) -> Tensor:
 
 
 def told(mistake: Callable[[], object], error: type[Exception] | tuple[type[Exception], ...] = RuntimeError) -> str:
-    """The message of the error that must come."""
+    """Return the message of the expected error."""
     return raises(error, None, mistake)

@@ -1,4 +1,4 @@
-"""What the tests of process groups share: groups of four ranks, gloo on demand, training in each group, its oracle."""
+"""Setup for tests in process groups: groups of four ranks, gloo by choice, training in each group, and its oracle."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ GROUPS = {
 
 
 def join(lists: list[list[int]], timeout_s: float = 60.0) -> tuple[int, dist.ProcessGroup]:
-    """Number and group of this rank's list. All ranks make all of them, as programs do."""
+    """Return the number and the group of this rank's list. All ranks create all groups, as programs do."""
     made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo") for ranks in lists]
     number = next(index for index, ranks in enumerate(lists) if dist.get_rank() in ranks)
     return number, made[number]
@@ -36,9 +36,9 @@ def join(lists: list[list[int]], timeout_s: float = 60.0) -> tuple[int, dist.Pro
 
 @contextlib.contextmanager
 def waits_at_most(seconds: float) -> Iterator[None]:
-    """Inside, this rank waits so long for its peers; they wait as long as before.
+    """Shorten this rank's waits for its peers inside this context; their waits stay as they are.
 
-    Use it for the wait that must be in vain, and for no other: then no rank has to be in time for another one.
+    Use it only around the wait that has to time out: then no rank has to be in time for another one.
     """
     with mock.patch.object(Activity, "limit", lambda _self, _group: timedelta(seconds=seconds)):
         yield
@@ -46,7 +46,7 @@ def waits_at_most(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def transport(gloo: bool) -> Iterator[None]:
-    """Inside, what is made uses no shared memory where ``gloo``: hosts say nothing of themselves."""
+    """Disable shared memory inside this context if ``gloo``."""
     with mock.patch.object(choose, "host_facts", dict) if gloo else contextlib.nullcontext():
         yield
 
@@ -54,7 +54,7 @@ def transport(gloo: bool) -> Iterator[None]:
 def made(
     group: dist.ProcessGroup, case: str, strategy: str = "tensor", shard: bool = True, **model: Any
 ) -> tuple[ShardedModelV2, ShardedOptimizerV2]:
-    """A model of fp32 and its optimizer in one group."""
+    """Return an fp32 model and its optimizer in one group."""
     chosen = STRATEGIES[strategy]()
     with ZeroInitContext("cpu", chosen, shard_param=shard, dp_process_group=group, convert_fp16=False):
         module = MODELS[case].factory()
@@ -63,7 +63,7 @@ def made(
 
 
 def steps_of(case: str, number: int, size: int) -> list[Any]:
-    """Each group has batches of its own, and the second more of them: ``[step][micro-batch][rank]``."""
+    """Return a group's own batches, ``[step][micro-batch][rank]``; the second group has more of them."""
     return make_batches(MODELS[case], size, STEPS + number, 1, seed=number)
 
 
@@ -77,16 +77,16 @@ def train(model: ShardedModelV2, optimizer: ShardedOptimizerV2, case: str, steps
 
 @functools.cache
 def plain(case: str, number: int, size: int) -> dict[str, Tensor]:
-    """Parameters of group ``number`` after its steps, in one process."""
+    """Return the parameters of group ``number`` after its steps, in one process."""
     steps = steps_of(case, number, size)
     return train_plain(MODELS[case].factory, MODELS[case].loss, adam, steps).masters[-1]
 
 
-# ---- a model in two parts
+# ---- a model-parallel model in two parts
 
 
 class Part(nn.Module):
-    """Part ``number`` of a model that two ranks hold, and a layer that both have."""
+    """Part ``number`` of a model on two ranks, and a layer that both have."""
 
     def __init__(self, number: int, mark: str = "tensor_model_parallel") -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Part(nn.Module):
 
 
 class Whole(nn.Module):
-    """Both parts in one process, and the layer once."""
+    """Both parts in one process, and the common layer once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def whole_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def part_steps() -> list[list[list[tuple[Tensor, Tensor]]]]:
-    """Both parts see the same: ``[step][micro-batch][data-parallel rank]``."""
+    """Return equal batches for both parts: ``[step][micro-batch][data-parallel rank]``."""
     generator = torch.Generator().manual_seed(3)
 
     def one() -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def part_steps() -> list[list[list[tuple[Tensor, Tensor]]]]:
 
 
 def of_part(whole: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-    """The values of one part under its own names."""
+    """Return the values of one part under its own names."""
     part = f"parts.{number}."
     own = {f"own.{name.removeprefix(part)}": value for name, value in whole.items() if name.startswith(part)}
     return own | {name: value for name, value in whole.items() if name.startswith("common.")}

@@ -1,4 +1,4 @@
-"""Two machines on one: programs in network namespaces of their own, joined by a wire (Linux)."""
+"""Two simulated machines on one: programs in separate network namespaces, connected by a simulated link (Linux)."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from tests.support import wire
 
 NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
 NAMES, ADDRESSES, WIRE = ("host-a", "host-b"), ("10.213.7.1", "10.213.7.2"), "wire"
-# Ends with its standard input, so also where this process is killed.
+# It ends with its standard input, so also when this process is killed.
 HOLDS = (
     'mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && hostname "$2" && '
     "ip link set lo up && echo ready && exec cat"
@@ -22,21 +22,21 @@ HOLDS = (
 
 
 class TwoHosts:
-    """A context: two hosts with names, network, ``/dev/shm`` and semaphores of their own, and the same files.
+    """A context with two hosts, each with its own name, network, ``/dev/shm`` and semaphores, and the same files.
 
-    Of the kernel it needs namespaces and a pair of virtual devices, so the program has to be root's; for a delay or a
-    rate ``/dev/net/tun`` as well. What such a wire costs is a process of this machine: a few Gbit/s keep a core busy.
+    It needs namespaces and a pair of virtual devices of the kernel, so the program has to run as root; for a delay or a
+    rate ``/dev/net/tun`` as well. Such a link is a process of this machine: a few Gbit/s keep a core busy.
 
     Args:
-        delay_s: seconds that a packet takes from one host to the other, beside what its bytes take.
-        bits_per_s: how many the wire carries a second, in each direction; ``None``: as many as the kernel can.
+        delay_s: seconds that a packet takes from one host to the other, in addition to the time of its bytes.
+        bits_per_s: the rate of the link in each direction; ``None``: as fast as the kernel can.
 
     Raises:
-        ValueError: a delay or a rate that is none.
-        OSError: this machine does not give what it takes; the text says what.
+        ValueError: the delay or the rate is invalid.
+        OSError: this machine lacks something; the text says what.
 
     Attributes:
-        names: what each is called, for the other as well.
+        names: the host names, known on both hosts.
     """
 
     names = NAMES
@@ -44,7 +44,7 @@ class TwoHosts:
     @staticmethod
     @functools.cache
     def why_not(late: bool = False) -> str | None:
-        """Why they cannot be had here, with a wire that is ``late``; ``None``: they can."""
+        """Return why they are not available here, with a link that is ``late``; ``None`` if they are."""
         missing = [tool for tool in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(tool) is None]
         if missing:
             return f"no {', '.join(missing)} here"
@@ -78,7 +78,7 @@ class TwoHosts:
             for pid, address in zip((one, other), ADDRESSES, strict=True):
                 inside = ["nsenter", "-t", pid, "-n", "ip"]
                 _done([*inside, "addr", "add", f"{address}/24", "dev", WIRE])
-                # The queue is as long as a sender's window, so that a burst is late and not lost.
+                # The queue is as long as a sender's window, so that a burst is delayed and not dropped.
                 _done([*inside, "link", "set", WIRE, "txqueuelen", "10000", "up"])
         except BaseException:
             self.close()
@@ -88,28 +88,28 @@ class TwoHosts:
     def start(
         self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **popen: object
     ) -> subprocess.Popen[str]:
-        """Start a command on one of the two.
+        """Start a command on one of the two hosts.
 
         Args:
             host: 0 or 1.
-            command: its words.
-            env: all of its environment; ``None``: this process's.
+            command: the arguments.
+            env: the full environment; ``None``: this process's.
             popen: for :class:`subprocess.Popen`.
         """
         inside = ["nsenter", "-t", str(self._holders[host].pid), "-n", "-m", "-u", "-i", f"--wd={Path.cwd()}", "--"]
         return subprocess.Popen([*inside, *command], text=True, env=env, **popen)  # type: ignore[call-overload, no-any-return]
 
     def cut(self) -> None:
-        """The wire is cut: nothing arrives any more, and no end is told."""
+        """Cut the link: packets are lost, and connections are not closed."""
         for holder in self._holders[:2]:
             _done(["nsenter", "-t", str(holder.pid), "-n", "ip", "link", "set", WIRE, "down"])
 
     def change(self, delay_s: float, bits_per_s: float | None) -> None:
-        """Another delay and rate of the wire, under what runs on the hosts.
+        """Change the delay and the rate of the link while programs run.
 
         Raises:
-            ValueError: one that is none; or hosts that were joined without either, whose wire has none.
-            OSError: the wire is gone.
+            ValueError: the delay or the rate is invalid, or the hosts were connected without either.
+            OSError: the link is gone.
         """
         _check(delay_s, bits_per_s)
         if len(self._holders) < 3:
@@ -121,7 +121,7 @@ class TwoHosts:
             raise OSError("the wire between the hosts is gone")
 
     def close(self) -> None:
-        """The hosts are gone, but for what still runs on them."""
+        """Remove the hosts, except for processes that still run on them."""
         for holder in self._holders:
             if holder.stdin is not None:
                 holder.stdin.close()
@@ -143,7 +143,7 @@ def _check(delay_s: float, bits_per_s: float | None) -> None:
 
 
 def _ready(command: Sequence[str], otherwise: str) -> subprocess.Popen[str]:
-    """A program that has said that it is ready, and ends with its standard input."""
+    """Start a program that reports when it is ready, and that ends with its standard input."""
     pipe = subprocess.PIPE
     holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     said = holder.stdout.readline().strip()
@@ -163,7 +163,7 @@ def _done(command: Sequence[str]) -> None:
 
 
 def check_program(program: Path, port: int) -> None:
-    """Run a program by torchrun, two ranks a host, which all say that they are equal to plain PyTorch."""
+    """Run a program by torchrun, with two ranks per host, which all print that they equal plain PyTorch."""
     tests = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), "OMP_NUM_THREADS": "1"}
     with TwoHosts() as hosts:

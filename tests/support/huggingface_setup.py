@@ -1,4 +1,4 @@
-"""What the tests of the Hugging Face front-end share: a small GPT-2, its rows and arguments, and trainers."""
+"""Setup for tests of the Hugging Face front-end: a small GPT-2, its rows and arguments, and trainers."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ def accelerate_reset() -> Iterator[None]:
 
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
-    """As a launcher would have started this process; accelerate keeps nothing afterwards."""
+    """Set the environment of a launcher for this process, and reset accelerate afterwards."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")

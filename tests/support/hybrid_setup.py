@@ -1,4 +1,5 @@
-"""Small Hugging Face models, plain training on the batches of all data-parallel ranks, and a policy for each."""
+"""Small Hugging Face models, plain training on the batches of all data-parallel ranks, and a Booster policy for
+each."""
 
 import functools
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ VOCABULARY, WIDTH, INNER, LENGTH, STEPS, LR, MAX_NORM = 37, 24, 22, 7, 3, 0.02, 
 
 
 def made(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """With every bias and norm other than at a start, so that a wrong cut of one shows."""
+    """Return a model whose biases and norms differ from their initial values, so that a wrong split of one is
+    noticed."""
     torch.manual_seed(3)
     sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 6, "vocab_size": VOCABULARY}
@@ -37,7 +39,8 @@ def made(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LR, eps=LR)  # a gradient that is zero but for rounding stays small
+    # a gradient that is zero except for rounding gives a small step
+    return torch.optim.AdamW(model.parameters(), lr=LR, eps=LR)
 
 
 class Texts(Dataset[dict[str, Tensor]]):
@@ -58,8 +61,10 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 def loss_of(model: Any, inputs: dict[str, Tensor], of_parts: bool) -> Tensor:
-    """transformers' own loss; or the same without its cast of logits to fp32, which a loss of parts does not make of
-    fp64."""
+    """Return transformers' own loss.
+
+    With ``of_parts`` the loss has no cast of logits to fp32, since a split loss makes none in fp64.
+    """
     out = model(**inputs)
     if not of_parts:
         return out.loss
@@ -69,8 +74,10 @@ def loss_of(model: Any, inputs: dict[str, Tensor], of_parts: bool) -> Tensor:
 def plain(
     kind: str, replicas: int, batch: int, of_parts: bool, full: bool = False, **changes: Any
 ) -> Iterator[tuple[float, float, dict[str, Tensor]]]:
-    """By step: the mean of the data-parallel ranks' losses, the norm before clipping, and the parameters; with ``full``
-    padding has labels, too."""
+    """Return, by step, the mean of the data-parallel ranks' losses, the norm before clipping, and the parameters.
+
+    With ``full``, padding has labels, too.
+    """
     model, texts = made(kind, **changes), Texts(STEPS * replicas * batch)
     if full:
         texts.items["labels"] = texts.items["input_ids"]
@@ -78,7 +85,7 @@ def plain(
     for step in range(STEPS):
         optimizer.zero_grad()
         losses = []
-        for rank in range(replicas):  # a DistributedSampler's ranks take turns
+        for rank in range(replicas):  # a DistributedSampler deals rows to the ranks in turn
             rows = [(step * batch + row) * replicas + rank for row in range(batch)]
             inputs = {name: torch.stack([texts[row][name] for row in rows]) for name in texts.items}
             losses.append(loss_of(model, inputs, of_parts) / replicas)
@@ -94,13 +101,16 @@ Steps = list[tuple[float, float, dict[str, Tensor]]]
 
 @functools.cache
 def plain_steps(kind: str, replicas: int, batch: int, of_parts: bool, full: bool = False, **changes: Any) -> Steps:
-    """:func:`plain`, computed once. A test calls it and gives it to its ranks: each of them would take longer for it
-    than for its own part of the model."""
+    """Return :func:`plain`, computed once per process.
+
+    A test calls it and passes the result to its ranks, since each of them would take longer for it than for its own
+    part.
+    """
     return list(plain(kind, replicas, batch, of_parts, full, **changes))
 
 
 class LlamaPolicy(Policy):
-    """As a user writes one for the models that are known by themselves as well."""
+    """A policy as a user writes it, for a model that has a built-in policy as well."""
 
     def config_sanity_check(self) -> None:
         pass
@@ -130,7 +140,7 @@ class LlamaPolicy(Policy):
 
 
 class GPT2Policy(LlamaPolicy):
-    """The same for fused projections, whose sizes the module keeps in attributes; the vocabulary stays whole."""
+    """The same for fused projections, whose sizes the module has in attributes; the vocabulary is not split."""
 
     def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
         width = self.model.config.hidden_size  # type: ignore[union-attr]

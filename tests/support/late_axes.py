@@ -21,7 +21,7 @@ from tests.support.late_setup import GPU, off, on_late_device, on_ranks, there
 
 @contextmanager
 def _joined() -> Iterator[tuple[Group, P2PChannel]]:
-    """A group of all and a wire between them."""
+    """Yield a group of all ranks and a channel between them."""
     with closing(GroupMaker(GPU, None, 60.0)) as maker:
         ranks = [list(range(dist.get_world_size()))]
         yield maker.make("axis", ranks), maker.make_wire("axis", ranks)
@@ -32,7 +32,7 @@ def _numbers(*shape: int, of: int = 0) -> Tensor:
 
 
 def sent_first(connected: bool) -> str:
-    """What comes of ranks that all send to the next one before they receive."""
+    """Return the outcome when all ranks send to the next one before they receive."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     with on_ranks(0):
@@ -49,7 +49,7 @@ def sent_first(connected: bool) -> str:
 
 @on_late_device
 def axis_of_parts(name: str) -> Iterator[str]:
-    """Sums, gathers and divided sums of activations, each of memory that the one before used."""
+    """Sums, gathers and reduce-scatters of activations, each in memory that the one before used."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     with _joined() as (group, _):
         axis, found, expected = Axis(group), list[Tensor](), list[Tensor]()
@@ -57,7 +57,7 @@ def axis_of_parts(name: str) -> Iterator[str]:
             by_rank = [_numbers(4, 6, of=10 * turn + other) for other in range(ranks)]
             x, total = there(by_rank[rank]), sum(by_rank[1:], by_rank[0])
             sizes = [1, 4 - 1] if ranks == 2 else [1] * ranks
-            # Each is read at once, since a wait for a later one covers it.
+            # Each is read at once, since a wait for a later one would cover it.
             found += [axis.total(x) + 0, axis.total(x[0, :5]) + 0, axis.collect(x) + 0, axis.total_part(x, 0, sizes)]
             expected += [total, total[0, :5], torch.stack(by_rank), total.split(sizes)[rank]]
             (full,) = group.buffers([(6, torch.float32)])
@@ -72,7 +72,7 @@ def axis_of_parts(name: str) -> Iterator[str]:
 
 @on_late_device
 def waited_elsewhere(name: str) -> Iterator[str]:
-    """A sum in 8 bits that is begun on one stream and waited for on another, and whose memory the first uses again."""
+    """An 8-bit sum that is started on one stream and waited for on another, after which the first reuses its memory."""
     ranks, rank, numel = dist.get_world_size(), dist.get_rank(), 4096
     with _joined() as (plain, _):
         group = compressed(plain, GRADIENTS)
@@ -94,7 +94,8 @@ def waited_elsewhere(name: str) -> Iterator[str]:
 
 @on_late_device
 def messages_over_gloo(name: str) -> Iterator[str]:
-    """Messages in 8 bits and described ones between ranks that share a GPU, written over once they are sent."""
+    """8-bit messages and described ones between ranks that share a GPU; their memory is overwritten once they are
+    sent."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     with _joined() as (_, wire):
@@ -111,7 +112,7 @@ def messages_over_gloo(name: str) -> Iterator[str]:
 
 @on_late_device
 def parts_of_sequences(name: str) -> Iterator[str]:
-    """Attention of parts of a sequence, by a ring or by heads, with its gradients."""
+    """Attention over parts of a sequence, by a ring or by heads, with its gradients."""
     ranks, rank, length = dist.get_world_size(), dist.get_rank(), 12
     with _joined() as (group, wire):
         axis, parts = SequenceAxis(group, wire), Parts(length, ranks, zigzag="ring" in name)

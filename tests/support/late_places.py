@@ -1,4 +1,4 @@
-"""What the library does with streams beside training, on the late device; every function is run on ranks."""
+"""Uses of streams outside of training, on the late device; every function runs on ranks."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.booster.targets import model_writer
-from shardwise.core.base.device import Accelerator, copy_ahead, page_locked
+from shardwise.booster.checkpoint_io import model_writer
+from shardwise.colossalai.hardware import Accelerator
+from shardwise.core.base.device import copy_ahead, page_locked
 from shardwise.core.checkpoint import PortableFiles
-from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.checkpoint.training_run import EngineRun
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
@@ -37,7 +38,7 @@ class _Two(nn.Module):
 
 @on_late_device
 def failed_gather(name: str) -> Iterator[str]:
-    """The first half of a unit is on its way when the second fails; the memory of the first is used by others."""
+    """The first half of a unit is being gathered when the second fails; the memory of the first is then reused."""
     with session_on_device(PLANS["host"].but(prefetch=0), nn.Sequential(_Two(), _Two())) as session:
         chunks = session.engine.shards.chunks
         first, second = (chunk for chunk in chunks if chunk.spec.unit == chunks[0].spec.unit)
@@ -52,7 +53,7 @@ def failed_gather(name: str) -> Iterator[str]:
         yield from off(name, taken.float(), torch.tensor(9.0))
 
 
-# ---- what resident parameters' renewal, under way after a step, must not be read or overtaken by
+# ---- reads and loads that must wait for the renewal of resident parameters, which runs after a step
 
 
 def _inside(session: Session) -> dict[str, Tensor]:
@@ -66,7 +67,7 @@ def _unsharded(session: Session) -> dict[str, Tensor]:
 
 
 def _as_in_a_trace(session: Session) -> dict[str, Tensor]:
-    session.engine.attachment.hooks._on_trace()  # what a graph that is traced calls
+    session.engine.model_hooks.hooks._on_trace()  # what a traced graph calls
     return on_host(session.model.named_parameters())
 
 
@@ -77,7 +78,7 @@ def _waited_for(session: Session) -> dict[str, Tensor]:
 
 @contextmanager
 def _save_apart(session: Session) -> Iterator[str]:
-    """The model alone, as others read it, where every rank finds it."""
+    """Save the model alone, in the format of other libraries, where every rank finds it."""
     with tempfile.TemporaryDirectory() as directory:
         (where, *_) = session.mesh.mesh_group.exchange_object(f"{directory}/model.bin")
         writer = model_writer(session.model, where, False, True, None, 1024.0, False)
@@ -94,7 +95,7 @@ def _saved_apart(session: Session) -> dict[str, Tensor]:
 
 
 def _loaded_apart(session: Session) -> dict[str, Tensor]:
-    """Behind one more step, whose gathers are under way."""
+    """Load after one more step, whose gathers are still running."""
     case = MODELS["mlp"]
     with _save_apart(session) as where:
         session.backward(case.loss(session.module, there(case.batch(7))))
@@ -118,7 +119,7 @@ READS: dict[str, Callable[[Session], dict[str, Tensor]]] = {
 
 
 def _passes(session: Session, plan: Plan, step: int) -> None:
-    """Those of a step of :func:`late_setup.train`, with the model "mlp"."""
+    """Run the passes of a step of :func:`late_setup.train`, with the model "mlp"."""
     for micro in late.batches_of(plan, "mlp", dist.get_world_size())[step]:
         session.backward(MODELS["mlp"].loss(session.module, there(micro[dist.get_rank()])))
 
@@ -129,7 +130,7 @@ def _after_a_step(plan: Plan, found: dict[str, Tensor]) -> list[str]:
 
 @on_late_device
 def renewed(name: str, plan: str = "on_use") -> Iterator[str]:
-    """Parameters are read in one of the ways of :data:`READS` right after an update, whose gathers are under way."""
+    """Parameters are read in one of the ways of :data:`READS` right after an update, while its gathers run."""
     with session_on_device(PLANS[plan], MODELS["mlp"].factory()) as session:
         _passes(session, PLANS[plan], 0)
         session.optimizer.step()
@@ -138,7 +139,7 @@ def renewed(name: str, plan: str = "on_use") -> Iterator[str]:
 
 @on_late_device
 def loaded_over(name: str) -> Iterator[str]:
-    """A layer's own ``load_state_dict`` while gathers of an update are under way."""
+    """A layer's own ``load_state_dict`` while gathers of an update run."""
     module = MODELS["mlp"].factory()
     states = {key: layer.state_dict() for key, layer in module.named_modules()}
     zeros = {key: {each: torch.zeros_like(value) for each, value in own.items()} for key, own in states.items()}
@@ -152,7 +153,7 @@ def loaded_over(name: str) -> Iterator[str]:
 
 
 class _Traced(nn.Module):
-    """Reads its weight as a graph does that was traced: nobody is asked."""
+    """Reads its weight as a traced graph does, without a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +188,7 @@ def traced_graph(name: str) -> Iterator[str]:
 
 @on_late_device
 def discarded(name: str) -> Iterator[str]:
-    """Gradients are dropped while they are on their way to the host, and the next ones go into the same memory."""
+    """Gradients are dropped during their copy to the host, and the next ones go into the same memory."""
     with session_on_device(PLANS["host"], MODELS["mlp"].factory()) as session:
         _passes(session, PLANS["host"], 1)
         session.optimizer.zero_grad()
@@ -203,7 +204,7 @@ def disk(name: str, seed: int) -> Found:
         return late.train(f"disk {name}", seed)
 
 
-# ---- what programs ask for themselves
+# ---- waits of programs
 
 
 @on_late_device

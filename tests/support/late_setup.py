@@ -1,4 +1,4 @@
-"""Training on the late device, on one rank and on two, beside plain PyTorch; every function is run on ranks."""
+"""Training on the late device, on one rank and on two, compared with plain PyTorch; every function runs on ranks."""
 
 import functools
 import tempfile
@@ -16,7 +16,7 @@ from shardwise.core.checkpoint import Checkpointer
 from shardwise.core.grads.norm import LateNorm
 from shardwise.core.memory.host import host_block
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.source import SecondarySource
+from shardwise.core.shards.shard_memory import SecondarySource
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, PlainRun, train_plain
@@ -26,7 +26,7 @@ from tests.support.models import MODELS, adamw, make_batches, to_device
 GPU = torch.device("cuda", 0)
 STEPS, PASSES = 3, 2
 TOLERANCE = 1e-4
-"""Of losses and parameters: kernels differ where the CPU has one for a whole module, and sums in their order."""
+"""Of losses and parameters: the CPU has other kernels for some modules, and sums have another order."""
 
 
 def _tiers(params: float, state: float) -> Any:
@@ -61,7 +61,7 @@ PLANS: dict[str, Plan] = {
 
 
 class Branches(nn.Module):
-    """Branches of one input, each on a stream of its own on a GPU. Autograd uses these streams for gradients, too."""
+    """Branches of one input, each on its own stream on a GPU. Autograd uses these streams for gradients, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,19 +81,21 @@ CASES = MODELS | {"branches": replace(MODELS["mlp"], name="branches", build=lamb
 
 
 def there(value: Any) -> Any:
-    """The tensors inside dicts, lists and tuples, on the device."""
+    """Move the tensors inside dicts, lists and tuples to the device."""
     return to_device(value, GPU)
 
 
 def on_host(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    """The tensors among them, where the host can read them."""
+    """Return the tensors among the values, on the host."""
     return {key: value.detach().cpu() for key, value in named if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of one run: what differs from plain PyTorch, and which works are not ordered; thread and line of the host's waits
-    in passes and in steps, after the first step."""
+    """The outcome of one run: differences from plain PyTorch, and races.
+
+    ``in_passes`` and ``in_steps`` are thread and line of the host's waits after the first step.
+    """
 
     wrong: list[str]
     races: list[str]
@@ -102,13 +104,14 @@ class Found:
 
     @property
     def right(self) -> bool:
-        """Neither."""
+        """Whether there are neither."""
         return not self.wrong and not self.races
 
 
 @contextmanager
 def on_ranks(seed: int, over_gloo: bool = False) -> Iterator[LateDevice]:
-    """This rank's late device, with collectives where there are several ranks, unless they are gloo's."""
+    """Yield this rank's late device, with collectives of late devices if there are several ranks, unless
+    ``over_gloo``."""
     with late_device(seed + 4 * dist.get_rank(), check=False) as device, ExitStack() as undo:
         if dist.get_world_size() > 1 and not over_gloo:
             undo.callback(late_collectives(device))
@@ -116,9 +119,10 @@ def on_ranks(seed: int, over_gloo: bool = False) -> Iterator[LateDevice]:
 
 
 def on_late_device(body: Callable[..., Iterator[str]]) -> Callable[..., Found]:
-    """A function that takes a seed behind its name: what ``body`` tells of this rank's late device, and the races.
+    """Make a function of a name and a seed that returns the differences that ``body`` yields on this rank's late
+    device.
 
-    Where the name of either has the word gloo, its collectives are of ranks that share a GPU.
+    It returns races, too. If the function's name or ``name`` contains "gloo", the ranks share a GPU.
     """
 
     @functools.wraps(body)
@@ -132,7 +136,7 @@ def on_late_device(body: Callable[..., Iterator[str]]) -> Callable[..., Found]:
 
 @contextmanager
 def session_on_device(plan: Plan, module: nn.Module) -> Iterator[Session]:
-    """Until the end of the block."""
+    """Yield a session on the device."""
     session = build(module, adamw(module), plan, device=GPU)
     try:
         yield session
@@ -142,13 +146,13 @@ def session_on_device(plan: Plan, module: nn.Module) -> Iterator[Session]:
 
 
 def off(name: str, found: Tensor, expected: Tensor, far: float = TOLERANCE) -> list[str]:
-    """What is told of a tensor of the device that is not close."""
+    """Yield a message if a tensor of the device is not close."""
     close = torch.allclose(found.detach().cpu(), expected.detach(), far, far)
     return [] if close else [f"{name}: {found.flatten()[:3]} for {expected.flatten()[:3]}"]
 
 
 def reference(plan: Plan, model: str, ranks: int) -> PlainRun:
-    """Plain PyTorch, on the CPU."""
+    """Train with plain PyTorch, on the CPU."""
     case = CASES[model]
     recipe = PlainRecipe(max_norm=plan.grad.max_norm)
     return train_plain(case.factory, case.loss, adamw, batches_of(plan, model, ranks), recipe)
@@ -170,10 +174,10 @@ def train(
 
     Args:
         name: of :data:`PLANS`.
-        seed: of the device; each rank has another.
+        seed: of the device; each rank adds its own.
         model: of :data:`CASES`.
-        changing: the program goes to another stream for each pass, which waits for the one before.
-        then: is called after each step, and at the end with the plain run, and tells what is wrong.
+        changing: the program uses another stream for each pass, which waits for the one before.
+        then: called after each step, and at the end with the plain run; yields differences.
     """
     plan, case, ranks, rank = PLANS[name], CASES[model], dist.get_world_size(), dist.get_rank()
     plan = plan.but(same_order=False) if model == "mixture" else plan  # its ranks take different branches
@@ -187,7 +191,7 @@ def train(
                     waits.clear()
                     loss = case.loss(session.module, batch)
                     session.backward(loss)
-                    in_passes += waits if index else []  # the first loss is looked at
+                    in_passes += waits if index else []  # the first loss is read
                     losses.append(loss.detach())
                     del loss
             waits.clear()
@@ -197,7 +201,7 @@ def train(
             if then is not None:
                 wrong += then(session, index, None)
         told, kept = [loss.item() for loss in losses], on_host(session.module.state_dict().items())
-        run = reference(plan, model, ranks)  # now: autograd's first backward pass must see the device
+        run = reference(plan, model, ranks)  # now: the device has to exist before autograd's first backward pass
         if then is not None:
             wrong += then(session, STEPS, run)
     expected = [micro[rank] for step in run.losses for micro in step]
@@ -211,7 +215,7 @@ def train(
 
 @contextmanager
 def another_stream() -> Iterator[None]:
-    """Inside the block work goes to a new stream, behind what the current one has; that waits for it afterwards."""
+    """Use a new stream inside this context, which waits for the current one, and which that waits for afterwards."""
     side = base.side_stream(GPU)
     with base.behind_current(GPU, side):
         yield
@@ -220,7 +224,7 @@ def another_stream() -> Iterator[None]:
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor], far: float) -> list[str]:
-    """What is not close, and by how much."""
+    """Yield what is not close, and by how much."""
     return [
         f"{key}: off by {float((found[key] - value).abs().max())}"
         for key, value in expected.items()
@@ -229,7 +233,7 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor], far: float)
 
 
 def train_and_save(name: str, seed: int) -> Found:
-    """An asynchronous checkpoint after each step; what the first one loads at the end must be of its time."""
+    """Save an asynchronous checkpoint after each step; the first one must have the values of its own time."""
     saves: list[Checkpointer] = []
 
     def then(session: Session, index: int, run: PlainRun | None) -> list[str]:
@@ -256,7 +260,7 @@ def train_and_save(name: str, seed: int) -> Found:
 
 @on_late_device
 def written_after_forward(name: str) -> Iterator[str]:
-    """A forward pass whose parameters are written on the host before its work is done."""
+    """A forward pass whose parameters are written on the host before its work has run."""
     case = MODELS["mlp"]
     batch, module = case.batch(0, torch.float32), case.factory()
     expected = float(case.loss(module, batch).detach())
@@ -271,7 +275,7 @@ def written_after_forward(name: str) -> Iterator[str]:
 
 @on_late_device
 def late_norm(name: str) -> Iterator[str]:
-    """Norms that are made on the device and read when the next ones have been begun."""
+    """Norms that are computed on the device and read when the next ones have been started."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = Mesh.create(zero(3).mesh, GPU, zero(3).comm)
     norm = LateNorm(mesh.shard)
@@ -285,7 +289,7 @@ def late_norm(name: str) -> Iterator[str]:
 
 @on_late_device
 def secondary_twice(name: str) -> Iterator[str]:
-    """A gather of secondary shards begins while the gather is under way that brings them."""
+    """A gather from secondary shards starts while the gather that fills these is running."""
     with session_on_device(PLANS["secondary"], MODELS["mlp"].factory()) as session:
         chunks = [chunk for chunk in session.engine.shards.chunks if isinstance(chunk.source, SecondarySource)]
         assert chunks
@@ -301,7 +305,7 @@ def secondary_twice(name: str) -> Iterator[str]:
 
 @on_late_device
 def later_values(name: str) -> Iterator[str]:
-    """Values on their way to the host are those of the time when they were sent."""
+    """Values being copied to the host are those of the time when the copy was started."""
     value = torch.ones(1, device=GPU) * 5
     later = base.Later(value)
     value.fill_(3.0)
@@ -310,7 +314,7 @@ def later_values(name: str) -> Iterator[str]:
 
 @on_late_device
 def side_copies(name: str) -> Iterator[str]:
-    """A copy is begun on one stream of the program and waited for on another, which reads it and drops it."""
+    """A copy is started on one stream of the program and waited for on another, which reads it and frees it."""
     first, second, uploads = (base.side_stream(GPU) for _ in range(3))
     found = []
     for index in range(3):
@@ -331,7 +335,7 @@ def side_copies(name: str) -> Iterator[str]:
 
 @on_late_device
 def lent_memory(name: str) -> Iterator[str]:
-    """Memory of the main stream that a side stream reads, and that a third one drops after waiting for that."""
+    """Memory of the main stream that a side stream reads, and that a third one frees after waiting for that."""
     side, third = base.side_stream(GPU), base.side_stream(GPU)
     tensor, out = torch.full((1000,), 5.0, device=GPU), torch.zeros(1000, device=GPU)
     lent = base.Lent(tensor)
@@ -349,7 +353,7 @@ def lent_memory(name: str) -> Iterator[str]:
 
 @on_late_device
 def locked_memory(name: str) -> Iterator[str]:
-    """Page-locked memory is dropped while a copy reads it."""
+    """Page-locked memory is freed while a copy reads it."""
     block, out = host_block(4000, GPU), torch.empty(1000, device=GPU)
     block.view(torch.float32).fill_(7.0)
     base.copy_ahead(out, block.view(torch.float32))

@@ -1,4 +1,4 @@
-"""A model in stages on late devices, which send each other activations and gradients."""
+"""A model in pipeline stages on late devices, which send each other activations and gradients."""
 
 from collections.abc import Iterator
 
@@ -22,8 +22,10 @@ PIPELINES: dict[str, PipelinePlan] = {
 
 @on_late_device
 def stages(name: str) -> Iterator[str]:
-    """A model in stages with a weight that two of them use, trained for two steps; the second batch is on the device,
-    where it is written over behind the step."""
+    """Train two steps of a model in stages, two of which share a weight.
+
+    The second batch is on the device, and its memory is overwritten after the step.
+    """
     pipeline, ranks = PIPELINES[name], dist.get_world_size()
     case = tensor_cases.gpt2()[0]
     case.config.n_layer = max(4, ranks * pipeline.chunks)

@@ -1,8 +1,8 @@
 """Command lines that start ranks: as a shell starts them, or in forks of a process that has imported torch already.
 
-A launcher and each of its ranks import torch for three to six seconds of a core, which most tests of them learn nothing
-from. So the launcher is forked from the server behind the rank pool, and runs the command line as ``python -m`` does;
-torch's elastic agent in it is the real one, except that it forks its ranks from itself instead of starting Python anew.
+A launcher and each of its ranks take three to six seconds of a core to import torch, which most tests do not need. So
+the launcher is forked from the server behind the rank pool, and runs the command line as ``python -m`` does; it has
+torch's real elastic agent, except that this forks its ranks from itself instead of starting Python again.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ SECONDS = 120.0
 
 
 def forked(target: Callable[..., None], *args: Any) -> BaseProcess:
-    """A process, not yet started, that the server behind the rank pool will fork: it has imported torch."""
+    """Return a process, not yet started, that the rank pool's server will fork: it has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(pool._PRELOAD)
     return context.Process(target=target, args=args)
 
 
 def start(process: BaseProcess) -> BaseProcess:
-    """The process, started."""
+    """Start the process."""
     process.start()
     return process
 
 
 class Forked:
-    """What torch's agent, and a test, use of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that torch's agent and tests use."""
 
     def __init__(self, process: BaseProcess) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that a process with threads forks
+            warnings.simplefilter("ignore", DeprecationWarning)  # since a process with threads forks
             self._process = start(process)
         self.pid = process.pid or 0
 
@@ -69,7 +69,7 @@ class Forked:
 
 
 def printed(script: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """Run a script in this process; what it printed, and its variables."""
+    """Run a script in this process; return its output and its variables."""
     out, argv = io.StringIO(), [str(script), *arguments]
     with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(out):
         names = runpy.run_path(argv[0], run_name="__main__")
@@ -80,7 +80,7 @@ Started = Forked | subprocess.Popen[bytes]
 
 
 def _run_as_rank(arguments: list[str], environment: dict[str, str], parent: int | None) -> None:
-    """In a new process, ``python [-m] NAME ...`` of a launcher."""
+    """Run ``python [-m] NAME ...`` of a launcher in a new process."""
     import torch
 
     if parent is not None:
@@ -103,7 +103,7 @@ def _run_as_rank(arguments: list[str], environment: dict[str, str], parent: int 
 
 
 def fork_rank(arguments: list[str], environment: dict[str, str], follow: bool = False) -> Forked:
-    """A rank in a fork of this process, for a launcher that would start Python with ``arguments``.
+    """Fork a rank from this process, for a launcher that would start Python with ``arguments``.
 
     ``follow``: it ends with this process.
     """
@@ -113,7 +113,7 @@ def fork_rank(arguments: list[str], environment: dict[str, str], follow: bool = 
 
 
 def _fork_rank(_handler: object, command: tuple[str, ...], environment: dict[str, str]) -> Forked:
-    """Its command is that of a rank which ends with its launcher."""
+    """Fork a rank that ends with its launcher."""
     prefix = command_that_follows([sys.executable, "-u"])
     assert list(command[: len(prefix)]) == prefix, command
     return fork_rank(list(command[len(prefix) :]), environment, follow=True)
@@ -137,15 +137,15 @@ def _run_as_launcher(command: list[str], log: str, environment: Mapping[str, str
 
 @contextlib.contextmanager
 def started(*command: str, log: Path, whole: bool = False, fork_ranks: bool = True) -> Iterator[Started]:
-    """``python -m COMMAND`` in the repository, which writes into ``log``; it ends with the block.
+    """Run ``python -m COMMAND`` in the repository, with its output in ``log``; it ends with the context.
 
     ``whole``: every process is a new Python. ``fork_ranks=False``: only the ranks are.
     """
     environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = str(ROOT)  # of scripts too, which are elsewhere
+    environment["PYTHONPATH"] = str(ROOT)  # of scripts too, which are in other directories
     process: Started
     if whole:
-        # A file rather than a pipe: nobody reads meanwhile.
+        # A file instead of a pipe, which would fill up without a reader.
         with log.open("wb") as output:
             streams: Any = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
             process = subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=environment, **streams)
@@ -154,7 +154,7 @@ def started(*command: str, log: Path, whole: bool = False, fork_ranks: bool = Tr
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)  # one that still runs ends its ranks
+        process.send_signal(signal.SIGTERM)  # a launcher that still runs ends its ranks
         try:
             process.wait(60)
         finally:
@@ -163,7 +163,7 @@ def started(*command: str, log: Path, whole: bool = False, fork_ranks: bool = Tr
 
 
 def finished(*command: str, log: Path, whole: bool = False, fork_ranks: bool = True) -> tuple[int, str]:
-    """The exit status of ``python -m COMMAND``, and what it wrote."""
+    """Return the exit status of ``python -m COMMAND``, and its output."""
     with started(*command, log=log, whole=whole, fork_ranks=fork_ranks) as process:
         try:
             status = process.wait(SECONDS)
@@ -173,5 +173,5 @@ def finished(*command: str, log: Path, whole: bool = False, fork_ranks: bool = T
 
 
 def written(log: Path) -> str:
-    """What a launcher has written so far."""
+    """Return what a launcher has written so far."""
     return log.read_text("utf-8") if log.exists() else ""

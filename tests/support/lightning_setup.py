@@ -1,7 +1,7 @@
-"""What the Lightning tests share: a Trainer on the ranks of the pool, small models and data, and what a run ends with.
+"""Setup for the Lightning tests: a Trainer on the ranks of the pool, small models and data, and a run's final weights.
 
-Everything here is called inside a rank. Lightning meets the pool's process group through a cluster environment that
-says "the processes are there already", so a run costs no process.
+Everything here is called on a rank. Lightning uses the pool's process group through a cluster environment with
+processes that exist already, so a run starts no process.
 """
 
 import logging
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardwise.strategies.namespace import LIGHTNING, Namespace
+from shardwise.strategies.lightning_packages import LIGHTNING, Namespace
 from shardwise.testing import pool
 
 WIDTH, HIDDEN, OUT = 6, 16, 3
@@ -29,7 +29,7 @@ if LIGHTNING.pytorch not in pool._PRELOAD:
 def _environment(ns: Namespace) -> Any:
     class PoolEnvironment(ns.load_fabric("plugins.ClusterEnvironment")):  # type: ignore[misc]
         creates_processes_externally = True
-        main_address, main_port = "127.0.0.1", 1  # never used: the process group exists
+        main_address, main_port = "127.0.0.1", 1  # not used: the process group exists
 
         @staticmethod
         def detect() -> bool:
@@ -56,12 +56,12 @@ def _environment(ns: Namespace) -> Any:
 
 
 def since(*version: int) -> bool:
-    """Whether Lightning is of this version or later: tests say so where an older one's own behaviour is another."""
+    """Return whether Lightning has this version or a later one, for tests of behaviour that differs between them."""
     return tuple(int(part) for part in LIGHTNING.version.split(".")[: len(version)]) >= version
 
 
 def quiet(ns: Namespace = LIGHTNING) -> None:
-    """Lightning says much about a run that is meant to be small."""
+    """Suppress Lightning's messages about small runs."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in (ns.pytorch, ns.fabric):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -71,7 +71,7 @@ def quiet(ns: Namespace = LIGHTNING) -> None:
 
 
 def trainer(strategy: Any, ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
-    """A Trainer over all ranks of the pool, on their device; ``strategy`` is a name or an instance."""
+    """Return a Trainer over all ranks of the pool, on their device; ``strategy`` is a name or an instance."""
     quiet(ns)
     environment = _environment(ns)()
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -82,7 +82,7 @@ def trainer(strategy: Any, ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
 
 
 def fabric(strategy: Any, ns: Namespace, **arguments: Any) -> Any:
-    """A Fabric over all ranks of the pool, on their device, launched; ``ns`` is one of Fabric's own."""
+    """Return a launched Fabric over all ranks of the pool, on their device; ``ns`` is one of Fabric's packages."""
     quiet(ns)
     plugins = [_environment(ns)(), *arguments.pop("plugins", [])]
     where = {"accelerator": "auto", "devices": dist.get_world_size(), "plugins": plugins}
@@ -92,12 +92,12 @@ def fabric(strategy: Any, ns: Namespace, **arguments: Any) -> Any:
 
 
 def stock(ns: Namespace = LIGHTNING) -> Any:
-    """Lightning's own data parallelism: the oracle."""
+    """Return Lightning's own data parallelism: the oracle."""
     return ns.load("strategies.ddp.DDPStrategy")()
 
 
 class _Toy:
-    """Two layers. ``where`` names the hook that builds them; keyword arguments change what tests need changed."""
+    """Two layers. ``where`` names the hook that builds them; keyword arguments change what a test needs."""
 
     def __init__(
         self, where: str = "init", optimizer: str = "adamw", lr: float = 0.05, schedule: bool = False, seed: int = 3
@@ -152,18 +152,18 @@ class _Toy:
 
 @cache
 def _built_in(hook: str) -> type:
-    """A module that ``hook`` builds."""
+    """Return a module that ``hook`` builds."""
     return type("Toy", (_Toy,), {hook: lambda self: self.build()})
 
 
 @cache
 def module_class(ns: Namespace, body: type) -> Any:
-    """``body`` as a LightningModule of ``ns``."""
+    """Return ``body`` as a LightningModule of ``ns``."""
     return type(body.__name__.strip("_"), (body, ns.load("LightningModule")), {})
 
 
 def toy(ns: Namespace = LIGHTNING, body: type | None = None, **arguments: Any) -> Any:
-    """The small LightningModule, the same on every rank; ``body`` is a subclass of ``Toy`` with more hooks."""
+    """Return the small LightningModule, equal on every rank; ``body`` is a subclass of ``Toy`` with more hooks."""
     where = arguments.get("where", "init")
     return module_class(ns, body or (_Toy if where == "init" else _built_in(where)))(**arguments)
 
@@ -172,8 +172,7 @@ Toy = _Toy
 
 
 class Silent(Toy):
-    """Logs nothing: Lightning's ``log`` cannot be traced by every version of torch. One layer less, since each is
-    traced."""
+    """Logs nothing, since some versions of torch cannot trace Lightning's ``log``. It has one layer less to trace."""
 
     def build(self) -> None:
         torch.manual_seed(self.seed)
@@ -187,7 +186,7 @@ class Silent(Toy):
 
 
 def data(batches: int = 4, batch_size: int = 4, seed: int = 0) -> DataLoader[Any]:
-    """A loader of ``batches`` batches a rank (Lightning divides it over the ranks)."""
+    """Return a loader of ``batches`` batches per rank (Lightning distributes it over the ranks)."""
     generator = torch.Generator().manual_seed(seed)
     rows = batches * batch_size * dist.get_world_size()
     inputs = torch.randn(rows, WIDTH, generator=generator)
@@ -196,19 +195,19 @@ def data(batches: int = 4, batch_size: int = 4, seed: int = 0) -> DataLoader[Any
 
 
 def weights(made: Any) -> dict[str, Tensor]:
-    """The full weights after a run of ``trainer``, by name; the same on every rank."""
+    """Return the full weights after a run of ``trainer``, by name; equal on every rank."""
     return {name: value.detach().float().clone() for name, value in made.strategy.lightning_module_state_dict().items()}
 
 
 def close(made: Any) -> None:
-    """Undo the sharding, so that the rank is as before."""
+    """End the sharding, so that the rank is as before."""
     getattr(made.strategy, "unshard", lambda: None)()
 
 
 def fit(
     strategy: Any, model: Any, ns: Namespace = LIGHTNING, loader: Any = None, **arguments: Any
 ) -> dict[str, Tensor]:
-    """Train, from the checkpoint ``ckpt_path`` where one is given, and give the full weights."""
+    """Train, from the checkpoint ``ckpt_path`` if there is one, and return the full weights."""
     start = arguments.pop("ckpt_path", None)
     made = trainer(strategy, ns, **arguments)
     made.fit(model, data() if loader is None else loader, ckpt_path=start)
@@ -218,6 +217,6 @@ def fit(
 
 
 def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference of two states; NaN where either is."""
+    """Return the largest difference of two states; NaN if either has NaN."""
     assert one.keys() == other.keys()
     return float(torch.stack([(one[name] - other[name]).abs().max() for name in one]).max())

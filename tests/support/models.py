@@ -1,7 +1,7 @@
-"""Tiny modules, each with one of the habits that break sharded training, and batches and a loss for each.
+"""Tiny modules, each with one feature that can break sharded training, with batches and a loss for each.
 
-Weights and batches depend on seeds alone, so every rank, and an unsharded run, builds the same ones. In fp64 a model
-holds (up to rounding) the values that it holds in fp32. Nothing here is random in the forward pass.
+Weights and batches depend only on seeds, so every rank and an unsharded run build the same ones. In fp64 a model has
+(up to rounding) its fp32 values. No forward pass is random.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ class ModelCase:
 
     Attributes:
         name: its key in :data:`MODELS`; send this to ranks, and look the case up there.
-        build: makes the module with floating parameters of the given dtype (where it does not fix them itself).
-        inputs: makes one rank's batch from a generator and a floating dtype: ``{"args": ..., "kwargs": ..., ...}``.
+        build: builds the module with floating parameters of a dtype (unless the module sets its own).
+        inputs: builds one rank's batch from a generator and a floating dtype: ``{"args": ..., "kwargs": ..., ...}``.
         loss: scalar loss of a model and a batch, the mean over the batch.
-        why: what it is there to break.
+        why: the difficulty that it tests.
     """
 
     name: str
@@ -36,10 +36,10 @@ class ModelCase:
     why: str
 
     def factory(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-        """A new module; equal ``dtype`` and ``seed`` give equal weights in every process."""
+        """Return a new module; equal ``dtype`` and ``seed`` give equal weights in every process."""
         before = torch.get_default_dtype()
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # the only one that is put back
+            torch.default_generator.manual_seed(seed)  # the only generator that is restored
             torch.set_default_dtype(dtype)
             try:
                 model = self.build(dtype)
@@ -49,12 +49,12 @@ class ModelCase:
         return model
 
     def batch(self, seed: int, dtype: torch.dtype = torch.float32) -> Batch:
-        """One rank's batch of 4 rows; equal arguments give equal batches in every process."""
+        """Return one rank's batch of 4 rows; equal arguments give equal batches in every process."""
         return self.inputs(torch.Generator().manual_seed(seed), dtype)
 
 
 def _fill(model: nn.Module, seed: int) -> None:
-    """Values from one fp64 stream, so that dtypes agree: 1 + noise where the module starts at 1, else noise."""
+    """Fill from one fp64 stream, so that dtypes agree: 1 + noise for parameters that start at 1, otherwise noise."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,7 +72,7 @@ def make_batches(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> list[list[list[Batch]]]:
-    """All batches of a run: ``[step][micro-batch][rank]``, each different from the others."""
+    """Return all batches of a run: ``[step][micro-batch][rank]``, all of them different."""
     count = iter(range(seed * 1000003, seed * 1000003 + steps * micro_batches * world_size))
     return [
         [[case.batch(next(count), dtype) for _ in range(world_size)] for _ in range(micro_batches)]
@@ -81,7 +81,7 @@ def make_batches(
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The tensors inside dicts, lists and tuples, moved."""
+    """Move the tensors inside dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -92,12 +92,12 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
+    """Return AdamW with a large eps, so that gradients which are zero except for rounding do not become full steps."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """Mean of (output - target)^2, in fp32 where the output has 16 bits."""
+    """Return the mean of (output - target)^2, in fp32 if the output has 16 bits."""
     if output.dtype in (torch.float16, torch.bfloat16):
         output = output.float()
     return (output - target.to(output.dtype)).square().mean()
@@ -114,7 +114,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _regression(model: nn.Module, batch: Batch) -> Tensor:
-    """Every tensor of the output, in whatever container, against the same target."""
+    """Compare every tensor of the output, in any container, with the same target."""
     outputs = _tensors(model(*batch["args"], **batch.get("kwargs", {})))
     losses = [mean_square(output, batch["target"][..., : output.shape[-1]]) for output in outputs]
     return torch.stack([loss.to(losses[0].dtype) for loss in losses]).sum()
@@ -131,7 +131,7 @@ def _classification(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _numbers(*shape: int) -> Callable[[torch.Generator, torch.dtype], Batch]:
-    """Batches of floating inputs ``[4, *shape]`` and targets of the same shape."""
+    """Return batches of floating inputs ``[4, *shape]`` and targets of the same shape."""
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> Batch:
         x, y = (torch.randn(_ROWS, *shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))

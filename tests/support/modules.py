@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Having(nn.Module):
-    """With the modules and parameters that it is given, by name."""
+    """Registers the modules and parameters that it gets, by name."""
 
     def __init__(self, **members: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Having(nn.Module):
 
 
 def square() -> nn.Linear:
-    """The layer of most of them."""
+    """Return the layer that most of them use."""
     return nn.Linear(6, 6)
 
 

@@ -1,4 +1,4 @@
-"""Tests whose body runs on every rank, and calls that are refused."""
+"""``on_ranks``, which runs a test's body on every rank, and helpers that assert errors."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ def on_ranks(ranks: int | None = None, timeout: float = 60.0) -> Callable[[Calla
     """Run the decorated test's body on each of so many ranks, with the arguments that pytest passes.
 
     Args:
-        ranks: how many; without it the test's argument ``ranks`` says it.
+        ranks: their number; without it, the test's argument ``ranks``.
         timeout: seconds for all of them.
     """
 
@@ -37,7 +37,7 @@ def _call_body(module: str, name: str, arguments: dict[str, Any]) -> None:
 
 
 def everywhere(value: Any) -> list[Any]:
-    """The values of all ranks, in their order."""
+    """Return the values of all ranks, in rank order."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -52,12 +52,12 @@ def raises(error: Kinds, words: str | None, call: Callable[..., object], *args: 
     with pytest.raises(error, match=words) as raised:
         call(*args, **kwargs)
     message = str(raised.value)
-    del raised  # with it go the frames of the call, and what they hold
+    del raised  # this frees the frames of the call, and what they reference
     return message
 
 
 def assert_refused(*rows: tuple[Callable[[], object], str], error: Any = (TypeError, ValueError, RuntimeError)) -> None:
-    """Each call raises an error that contains the words next to it."""
+    """Assert that each call raises an error that contains the words next to it."""
     for call, words in rows:
         message = raises(error, None, call)
         assert words in message, (words, message)

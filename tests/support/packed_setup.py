@@ -1,4 +1,4 @@
-"""What the tests of packed weights (QLoRA) share: a Llama whose linear layers are 4-bit or 8-bit, with an adapter."""
+"""Setup for tests of packed weights (QLoRA): a Llama with 4-bit or 8-bit linear layers and an adapter."""
 
 import contextlib
 import logging
@@ -15,7 +15,7 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
 def base(folder: str) -> str:
-    """The directory of a Llama with random weights, written once."""
+    """Return the directory of a Llama with random weights, written once."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     where = Path(folder, "base")
@@ -29,7 +29,7 @@ def base(folder: str) -> str:
 
 
 def packed(where: str, bits: int, device: torch.device | None = None) -> Any:
-    """As ``from_pretrained`` packs it; a directory of packed weights is read as it is."""
+    """Return the model as ``from_pretrained`` packs it; a directory of packed weights is read as it is."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     if bits == 4:
@@ -42,7 +42,7 @@ def packed(where: str, bits: int, device: torch.device | None = None) -> Any:
 
 
 def adapted(where: str, bits: int, checkpointing: bool = True, device: torch.device | None = None) -> Any:
-    """With an adapter to train, that is not zero at the start."""
+    """Return the model with a trainable adapter that is not zero at the start."""
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     kwargs = {"use_reentrant": False}
@@ -53,12 +53,12 @@ def adapted(where: str, bits: int, checkpointing: bool = True, device: torch.dev
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The kernel is named, so that no bit may differ."""
+    """Return AdamW with a fixed kernel, so that every bit can be equal."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
 
 
 def train(model: nn.Module, backward: Callable[[Tensor], object], update: Callable[[], object]) -> list[float]:
-    """Three steps on the same rows on every rank, whose mean gradient is that of one."""
+    """Train three steps on the same rows on every rank, so the mean gradient is that of one rank."""
     device, losses = next(model.parameters()).device, []
     for seed in range(3):
         rows = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed)).to(device)
@@ -71,7 +71,7 @@ def train(model: nn.Module, backward: Callable[[Tensor], object], update: Callab
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Their notices say nothing here: that inputs are cast, what was written, that a device has no fast kernel."""
+    """Suppress notices of the libraries: cast inputs, written files, a device without a fast kernel."""
     from transformers import logging as theirs
     from transformers.utils.logging import disable_progress_bar
 

@@ -1,4 +1,4 @@
-"""Models whose ranks share sequences against the same models on one rank: how they are run and compared."""
+"""Models with sequence parallelism, compared with the same models on one rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +19,7 @@ LENGTH, ROWS, PAD = 11, 3, 27
 
 @dataclass(frozen=True)
 class Ring:
-    """All ranks share sequences."""
+    """A sequence-parallel group of all ranks."""
 
     group: Group
     wire: P2PChannel
@@ -40,13 +40,13 @@ def ring_of_all() -> Iterator[Ring]:
 
 
 def batch_of(case: Case, length: int = LENGTH, padded: str = "", packed: bool = False) -> dict[str, Tensor]:
-    """Of one length in all that has a sequence.
+    """Return a batch in which all sequences have one length.
 
     Args:
-        case: says what else there is beside ids.
+        case: its inputs in addition to ids.
         length: in tokens.
-        padded: ``"right"``, ``"left"`` or ``"both"``: rows but the first have padding there, without labels.
-        packed: with the positions of two sequences in each row.
+        padded: ``"right"``, ``"left"`` or ``"both"``: all rows but the first have padding there, without labels.
+        packed: each row has the positions of two sequences.
     """
     generator = torch.Generator().manual_seed(5)
     given = {name: value for name, value in case.inputs(generator).items() if name != "labels" or value.dim() == 1}
@@ -65,7 +65,7 @@ def batch_of(case: Case, length: int = LENGTH, padded: str = "", packed: bool = 
         given["attention_mask"] = mask
         ids = ids.masked_fill(mask == 0, PAD)
         if "labels" in given and given["labels"].dim() == 2:
-            # What a token of padding predicts, which sees nothing, differs between implementations of attention.
+            # Implementations of attention differ in what a padding token predicts that attends to nothing.
             before = torch.nn.functional.pad(mask, (1, 0), value=1)[:, :-1]
             given["labels"] = given["labels"].masked_fill((mask == 0) | (before == 0), -100)
     if packed:
@@ -75,7 +75,7 @@ def batch_of(case: Case, length: int = LENGTH, padded: str = "", packed: bool = 
 
 
 def grads_of(model: nn.Module, batch: dict[str, Tensor], exact: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and every gradient; not ``exact`` where backward computes layers again: no mode is around that."""
+    """Return the loss and every gradient; use ``exact=False`` where backward recomputes layers, outside of any mode."""
     model.zero_grad()
     with Exact() if exact else nullcontext():
         loss = loss_of(model(**batch))
@@ -84,14 +84,14 @@ def grads_of(model: nn.Module, batch: dict[str, Tensor], exact: bool = True) -> 
 
 
 def averaged(grads: dict[str, Tensor], axis: SequenceAxis) -> dict[str, Tensor]:
-    """Over the ranks, as an engine does it."""
+    """Average over the ranks, as an engine does it."""
     flat = torch.cat([grad.flatten() for grad in grads.values()])
     mean = (torch.stack(axis.gathered(flat)).sum(0) / axis.size).split([g.numel() for g in grads.values()])
     return {name: part.view_as(grad) for (name, grad), part in zip(grads.items(), mean, strict=True)}
 
 
 def compare(case: Case, batch: dict[str, Tensor], plan: SequencePlan, ring: Ring, passes: int = 1) -> None:
-    """The loss and every gradient of some passes; and the model is what it was."""
+    """Compare the loss and every gradient of some passes, and check that the model can be restored."""
     plain, model = case.made(), case.made()
     expected_loss, expected = grads_of(plain, batch)
     sequences = share_sequences(model, plan, ring.group, ring.wire)
@@ -100,7 +100,7 @@ def compare(case: Case, batch: dict[str, Tensor], plan: SequencePlan, ring: Ring
     for _ in range(passes):
         loss, grads = grads_of(model, dict(batch))
         assert_close({"loss": loss}, {"loss": expected_loss}, 1e-11, what)
-        # The gradient of a key's bias is 0 but for rounding.
+        # The gradient of a key's bias is 0 except for rounding.
         assert_close(averaged(grads, ring.axis), expected, 1e-11, f"{what}: gradients", floor=1e-2)
     sequences.remove()
     assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]

@@ -1,4 +1,4 @@
-"""The three sets of tests, their order, and how to repeat a test that failed. See CONTRIBUTING.md."""
+"""The three sets of tests, their order, and the command that repeats a failed test. See CONTRIBUTING.md."""
 
 import random
 import shlex
@@ -17,12 +17,12 @@ MARKS = {
 
 
 def full(*rows: Any) -> list[Any]:
-    """Rows of ``pytest.mark.parametrize`` that only ``make test-full`` runs."""
+    """Mark rows of ``pytest.mark.parametrize`` that only ``make test-full`` runs."""
     return _marked(pytest.mark.full, rows)
 
 
 def campaign(*rows: Any) -> list[Any]:
-    """Rows of ``pytest.mark.parametrize`` that only ``make campaign`` runs."""
+    """Mark rows of ``pytest.mark.parametrize`` that only ``make campaign`` runs."""
     return _marked(pytest.mark.campaign, rows)
 
 
@@ -37,19 +37,19 @@ def _marked(mark: pytest.MarkDecorator, rows: Iterable[Any]) -> list[Any]:
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """For ``pytest_addoption``."""
+    """Add the options (``pytest_addoption``)."""
     parser.addoption("--full", action="store_true", help="run the tests that are marked full, too")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in random order")
 
 
 def configure(config: pytest.Config) -> None:
-    """For ``pytest_configure``."""
+    """Configure pytest (``pytest_configure``)."""
     for name, text in MARKS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For ``pytest_collection_modifyitems``: deselect other sets in place, and shuffle if asked to."""
+    """Deselect the other sets in place, and shuffle on request (``pytest_collection_modifyitems``)."""
     if config.getoption("--shuffle") is not None:
         _shuffle(items, config.getoption("--shuffle"))
     if "campaign" in config.getoption("markexpr"):
@@ -77,7 +77,7 @@ def _shuffle(items: list[pytest.Item], seed: int) -> None:
 
 
 def how_to_repeat(item: pytest.Item, options: list[str]) -> tuple[str, str]:
-    """A section of a failed test's report: its title, and the command that runs this test alone."""
+    """Return a section of a failed test's report: its title, and the command that runs this test alone."""
     marked = ["-m", "campaign"] if item.get_closest_marker("campaign") else []
     command = shlex.join([sys.executable, "-m", "pytest", *marked, *options, item.nodeid])
     return "Repeat this test alone", f"cd {shlex.quote(str(item.config.rootpath))} && {command}"

@@ -1,4 +1,4 @@
-"""What the tests of shardwise.zero share: settings, models built in the context, and the plain run of each."""
+"""Setup for tests of shardwise.zero: settings, models built in the context, and the plain run of each."""
 
 import functools
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ def plain(name: str, ranks: int) -> dict[str, Tensor]:
 
 
 def linear(shard: bool = True, optimizer: dict[str, Any] | None = None, **model: Any) -> Any:
-    """A weight of 4 x 1 whose gradient is the input, and SGD with a rate of 1."""
+    """Return a model with a weight of 4 x 1 whose gradient is the input, and SGD with a rate of 1."""
     strategy = TensorShardStrategy()
     with ZeroInitContext("cpu", strategy, shard_param=shard, bf16=model.pop("bf16", False)):
         module = nn.Linear(4, 1, bias=False)

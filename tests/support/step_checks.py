@@ -1,4 +1,5 @@
-"""What the tests of cut and staged models compare after a step: numbers by name, and the part that a rank holds."""
+"""Comparisons after a step of tensor-parallel and pipeline models: numbers by name, and a rank's parts of
+parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ def assert_numbers(found: Mapping[str, float | None], expected: Mapping[str, flo
 def assert_parts(
     session: Session, values: Mapping[str, Tensor], what: str, name_of: Callable[[Any], str] | None = None
 ) -> set[str]:
-    """This rank holds its part of each of ``values``, by the name of a parameter here; returns the names."""
+    """Assert that this rank has its part of each of ``values``, by parameter name; return the names."""
     facts = session.engine.shards.layout.facts
     names = [fact.names[0] if name_of is None else name_of(p) for fact, p in zip(facts, session.params, strict=True)]
     with session.module.gathered():

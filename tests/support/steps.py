@@ -15,7 +15,7 @@ Loss = Callable[[Any, int, int], Tensor]
 
 
 def take_steps(session: Session, steps: Iterable[int], loss: Loss = mean_square) -> None:
-    """A backward pass, an update and ``zero_grad()`` each."""
+    """Run a backward pass, an update and ``zero_grad()`` for each step."""
     for step in steps:
         session.backward(loss(session.module, session.mesh.rank, step))
         session.optimizers[0].step()
@@ -25,7 +25,7 @@ def take_steps(session: Session, steps: Iterable[int], loss: Loss = mean_square)
 def train_sharded(
     model: nn.Module, optimizer: Optimizers, plan: Plan, steps: int, loss: Loss = mean_square, mesh: Mesh | None = None
 ) -> dict[str, Tensor]:
-    """The state after steps on this rank of a pool."""
+    """Return the state after steps on this rank of a pool."""
     with sharded(model, optimizer, plan, mesh) as session:
         take_steps(session, range(steps), loss)
         return session.module.state_dict()

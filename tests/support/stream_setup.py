@@ -1,8 +1,8 @@
-"""What the tests of streams share: collectives whose waits are queued as on a GPU, and the graph of who waits for whom.
+"""Setup for tests of deadlocks on streams: collectives whose waits are queued as on a GPU, and the graph of all waits.
 
-No GPU is needed to tell whether one would hang. Each rank notes in which order its host gives the device collectives
-and waits for them. A collective ends when every rank's device has come to it, and a device comes to it when all that it
-was told to wait for before has ended; so a run ends on GPUs exactly if these conditions have no cycle.
+No GPU is needed to detect a deadlock. Each rank records the order in which its host starts collectives on the device
+and waits for them. A collective ends when every rank's device has reached it, and a device reaches it when everything
+that it was told to wait for before has ended; so a run ends on GPUs exactly if these conditions have no cycle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.core.comm import Buffer, Group, GroupMaker, Handle, NativeGroup
 from shardwise.core.comm.control import Control
-from shardwise.core.grads.passes import BackwardPasses
+from shardwise.core.grads.backward_passes import BackwardPasses
 from shardwise.plan import Plan
 from shardwise.session import Session
 from tests.support.engine_setup import adam, data, one_mesh, plain_steps, seeded, sharded
@@ -34,11 +34,12 @@ Name = tuple[str, tuple[int, ...], int]
 
 @dataclass
 class Program:
-    """What one rank's host gave its device, in order, and how often it had met the others by then.
+    """The collectives and waits that one rank's host queued, in order, each with the number of host exchanges before
+    it.
 
     Attributes:
         steps: ``(what, collective, meetings)``; what is ``"start"`` or ``"wait"``.
-        meetings: with how many exchanges it has met others so far.
+        meetings: the number of exchanges with other hosts so far.
     """
 
     steps: list[tuple[str, Name, int]] = field(default_factory=list)
@@ -55,7 +56,7 @@ class _Queued:
         self._group, self._name, self._run = group, name, run
 
     def finished(self) -> bool:
-        return False  # peers are as slow as can be
+        return False  # peers are as slow as possible
 
     def wait(self) -> None:
         self._group.program.note("wait", self._name)
@@ -65,11 +66,14 @@ class _Queued:
 
 
 class QueuedGroup(NativeGroup):
-    """Behaves as NCCL's does towards the host. Sums are made when the pass is over: nobody reads one before, where each
-    step has one pass (a second would add what is not there yet)."""
+    """Behaves as NCCL's group towards the host.
+
+    Sums are computed after the pass: nothing reads one before, if each step has one pass (a second pass would add sums
+    that are not there yet).
+    """
 
     program = Program()
-    """Of this rank, for all groups."""
+    """The program of this rank, for all groups."""
     later: ClassVar[list[Callable[[], None]]] = []
 
     def __init__(self, *args: Any) -> None:
@@ -85,8 +89,8 @@ class QueuedGroup(NativeGroup):
         return _Queued(self, name, run)
 
     def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
-        # Those of a communicator end in their order on a GPU; gloo makes several at a time, and a ring passes on what
-        # the output has by then.
+        # The collectives of a communicator end in order on a GPU; gloo runs several at a time, and a ring passes on
+        # what the output has by then.
         arrived = torch.empty_like(out)
         start = super()._start_gather(arrived, shard)
 
@@ -116,7 +120,7 @@ PARTS = ("control", "gather", "reduce")
 
 @contextlib.contextmanager
 def groups_of(kind: type[NativeGroup], timeout_s: float = 60.0) -> Iterator[None]:
-    """Inside, meshes of CPU ranks are made of ``kind``, over gloo."""
+    """Create the groups of CPU ranks' meshes from ``kind``, over gloo, inside this context."""
     make = GroupMaker.make
 
     def native(maker: GroupMaker, name: str, rank_lists: list[list[int]]) -> Group:
@@ -132,7 +136,8 @@ def groups_of(kind: type[NativeGroup], timeout_s: float = 60.0) -> Iterator[None
 
 @contextlib.contextmanager
 def queued() -> Iterator[Program]:
-    """Inside, as on GPUs; gives this rank's program. Sums are made at the end of each pass."""
+    """Queue waits as on GPUs inside this context; yield this rank's program. Sums are computed at the end of each
+    pass."""
     program, finish = Program(), BackwardPasses._finish
 
     def finishing(passes: BackwardPasses) -> None:
@@ -150,7 +155,7 @@ def queued() -> Iterator[Program]:
 
 
 class Branching(nn.Module):
-    """Layers of one size, which share exchange buffers; each call says which it takes, and in which order."""
+    """Layers of equal size, which share exchange buffers; each call says which of them run, and in which order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +168,7 @@ class Branching(nn.Module):
 
 
 def way_of(rank: int, step: int, differ: bool) -> list[int]:
-    """All layers in order, or some of them in any order; ``differ``: another way on each rank."""
+    """Return all layers in order, or some of them in any order; ``differ``: in another order on each rank."""
     draw = random.Random(1000 * step + (rank if differ else 0))
     if not differ:
         return list(range(LAYERS))
@@ -175,7 +180,7 @@ def losses_of(model: nn.Module, rank: int, step: int, differ: bool) -> Tensor:
 
 
 def train(session: Session, steps: int, differ: bool) -> dict[str, Tensor]:
-    """This rank's part; the parameters afterwards."""
+    """Train this rank's part; return the final parameters."""
     for step in range(steps):
         session.backward(losses_of(session.module, session.mesh.rank, step, differ))
         session.optimizer.step()
@@ -183,7 +188,7 @@ def train(session: Session, steps: int, differ: bool) -> dict[str, Tensor]:
 
 
 def train_on(kind: type[NativeGroup], plan: Plan, steps: int, differ: bool) -> tuple[dict[str, Tensor], Program]:
-    """On ranks of a pool over groups of ``kind``."""
+    """Train on ranks of a pool over groups of ``kind``."""
     with queued() if kind is QueuedGroup else contextlib.nullcontext(Program()) as program, groups_of(kind):
         model = seeded(Branching)
         with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
@@ -191,13 +196,13 @@ def train_on(kind: type[NativeGroup], plan: Plan, steps: int, differ: bool) -> t
 
 
 def plain(size: int, steps: int, differ: bool) -> dict[str, Tensor]:
-    """The same in one process."""
+    """Train in one process."""
     model = seeded(Branching)
     return plain_steps(model, adam(model, lr=0.01), steps, functools.partial(losses_of, differ=differ), size)
 
 
 def stuck(programs: Sequence[Program]) -> list[Name]:
-    """Collectives that never end, had the ranks GPUs."""
+    """Return the collectives that would never end if the ranks had GPUs."""
     at, begun, ended = [0] * len(programs), dict[Name, int](), set[Name]()
     moved = True
     while moved:
@@ -215,7 +220,7 @@ def stuck(programs: Sequence[Program]) -> list[Name]:
 
 
 def begun_apart(programs: Sequence[Program]) -> list[Name]:
-    """Collectives that some rank gave its device while another still had to meet it before it could do so."""
+    """Return collectives that some rank starts before, and another one after, an exchange between their hosts."""
     meetings: dict[Name, set[int]] = {}
     for program in programs:
         for what, name, met in program.steps:

@@ -59,7 +59,7 @@ TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos
 
 
 def decoder(name: str, **changes: Any) -> Any:
-    """A configuration in the names that most decoders have; six heads, of two key/value heads."""
+    """Return a configuration with the names that most decoders use; six heads, of two key/value heads."""
     common: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 2, "num_labels": 3}
     common |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 16, **TOKENS}
     return getattr(transformers, f"{name}Config")(**(common | changes))
@@ -125,7 +125,7 @@ def bert() -> list[Case]:
 
 
 def heads_of(name: str, *heads: str, **changes: Any) -> list[Case]:
-    """A language model with padding, a tied one, and what else there is with 3 labels."""
+    """Return a language model with padding, one with tied weights, and all other heads with 3 labels."""
     plain = decoder(name, tie_word_embeddings=False, **changes)
     kinds = {"ForSequenceClassification": sequences, "ForTokenClassification": tokens}
     others = [Case(name + head, plain, kinds[head], padded=True) for head in heads if head in kinds]
@@ -212,7 +212,7 @@ def both_sides(generator: Generator) -> Inputs:
 
 def ended(generator: Generator) -> Inputs:
     ids = torch.randint(3, PAD, (ROWS, LENGTH), generator=generator)
-    ids[:, -1] = 2  # a sequence classifier looks for the end
+    ids[:, -1] = 2  # a sequence classifier looks for the end token
     return {"input_ids": ids} | sequences(generator)
 
 
@@ -315,7 +315,7 @@ def cohere() -> list[Case]:
 
 @dataclass(frozen=True)
 class Adapted(Case):
-    """With LoRA around every linear layer, the head too; the layers themselves are frozen."""
+    """A case with LoRA around every linear layer and the head; the layers themselves are frozen."""
 
     rate: float = 0.0
 

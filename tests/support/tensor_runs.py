@@ -1,4 +1,4 @@
-"""What tests of states and checkpoints share: runs of the small model whose layers are cut, under plans by name."""
+"""Setup for tests of states and checkpoints: runs of the small tensor-parallel model, under plans by name."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,15 +12,18 @@ from torch.nn import functional
 from shardwise.plan import ByNumel, Plan, TensorPlan, zero
 from shardwise.session import Session
 from tests.support.checkpoint_setup import tiers
-from tests.support.cut_setup import VOCABULARY, Parts, made
 from tests.support.engine_setup import sharded
+from tests.support.tensor_model import VOCABULARY, Parts, made
 
 BATCHES = 4
-"""Of a step, over all ranks that see different data."""
+"""Number of batches in a step, over all data-parallel ranks."""
 
 
 def plan_of(name: str, directory: str) -> Plan:
-    """``zero3 tp2 disk``: a stage, over how many ranks layers are cut, and what else; ``directory`` is for the disk."""
+    """Return the plan of a name as ``zero3 tp2 disk``: the stage, the tensor-parallel size, and options.
+
+    ``directory`` is for the disk.
+    """
     stage, parts, *more = name.split()
     tensor = TensorPlan(architecture=Parts(gathers=True))
     plan = zero(int(stage[-1])).but(tp=int(parts[2:]), tensor=tensor)  # type: ignore[arg-type]
@@ -42,14 +45,14 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(module: nn.Module, step: int, index: int) -> Tensor:
-    """Of one of a step's batches."""
+    """Return the loss of one of a step's batches."""
     generator = torch.Generator().manual_seed(100 * step + index)
     ids, labels = torch.randint(0, VOCABULARY, (2, 3, 7), generator=generator)
     return functional.cross_entropy(module(ids).double().flatten(0, 1), labels.flatten())
 
 
 def passes(session: Session, step: int) -> None:
-    """This rank's backward passes of a step."""
+    """Run this rank's backward passes of a step."""
     mesh = session.mesh
     for index in range(mesh.rank, BATCHES, mesh.size):
         session.backward(loss_of(session.module, step, index) / (BATCHES // mesh.size))
@@ -64,7 +67,7 @@ def train(session: Session, first: int, last: int) -> None:
 
 @contextmanager
 def training(plan: Plan, tied: bool, seed: int | None = None) -> Iterator[Session]:
-    """A session of the model; of other weights where a ``seed`` is given, and fp32 where masters are."""
+    """Yield a session of the model, with other weights if there is a ``seed``, and in fp32 if the plan has masters."""
     model = made(tied)
     if seed is not None:
         torch.manual_seed(seed)
@@ -77,7 +80,7 @@ def training(plan: Plan, tied: bool, seed: int | None = None) -> Iterator[Sessio
 
 
 def flat(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as :func:`checkpoint_setup.everything` names it."""
+    """Return an optimizer's state under the names of :func:`checkpoint_setup.everything`."""
     found = {f"0/{n}/{key}": v for n, entry in state["state"].items() for key, v in entry.items()}
     groups = enumerate(state["param_groups"])
     return found | {f"0/group {n}/{key}": value for n, group in groups for key, value in group.items()}

@@ -1,4 +1,4 @@
-"""Models of transformers cut over an axis against the same models whole: how they are made, run and compared."""
+"""Tensor-parallel transformers models, compared with the unsplit models: how they are built, run and compared."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ VOCABULARY, PAD, LENGTH, ROWS = 29, 27, 6, 3
 
 
 class Exact(TorchFunctionMode):
-    """What models compute in fp32, whatever they are, stays in fp64."""
+    """Keeps in fp64 what models always compute in fp32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -37,8 +37,8 @@ class Case:
     Attributes:
         kind: its class.
         config: of the model.
-        inputs: beside ids and mask, what makes a loss.
-        padded: some tokens are padding.
+        inputs: in addition to ids and mask, for a loss.
+        padded: whether some tokens are padding.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Case:
     padded: bool = False
 
     def made(self) -> nn.Module:
-        """In fp64, in training, no parameter with the value that it begins with elsewhere."""
+        """Return the model in fp64 and in training mode; no parameter has its usual initial value."""
         torch.manual_seed(3)
         model: nn.Module = getattr(transformers, self.kind)(copy.deepcopy(self.config))
         model = model.double().train()
@@ -70,7 +70,7 @@ class Case:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The model's own, or one of all its outputs."""
+    """Return the model's own loss, or one of all its outputs."""
     losses = [outputs[name] for name in ("loss", "mc_loss") if outputs.get(name) is not None]
     if not losses:
         found = outputs.to_tuple() if hasattr(outputs, "to_tuple") else tuple(outputs)
@@ -80,7 +80,7 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def run(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and every gradient."""
+    """Return the loss, and every gradient."""
     model.zero_grad()
     with Exact():
         loss = loss_of(model(**batch))
@@ -89,10 +89,10 @@ def run(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
 
 
 def whole(model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the ranks' parts are together, by name, unpadded.
+    """Return the unsharded tensors of all ranks' parts by name, without padding.
 
     Raises:
-        AssertionError: what all hold alike differs, or padding is not 0.
+        AssertionError: a replicated value differs between ranks, or padding is not 0.
     """
     found, parts = {}, parts_of(model)
     shapes = [
@@ -114,7 +114,7 @@ def whole(model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor]) -> dict[s
         cut = part.cut
         padded = cut.unshard(held)
         assert not padded.narrow(cut.dim, part.full_shape[cut.dim], cut.size - part.full_shape[cut.dim]).any(), name
-        for rank, each in enumerate(held):  # what several hold is the same on all of them
+        for rank, each in enumerate(held):  # replicated parts are equal on all their ranks
             assert torch.equal(cut.part(padded, rank), each), f"{name} differs between its holders"
         found[name] = part.together(held)
     return found
@@ -128,10 +128,10 @@ def cut(model: nn.Module, axis: Axis, plan: TensorPlan) -> TPPlan:
 
 
 def compare(case: Case, axis: Axis, *plans: TensorPlan) -> dict[str, torch.Size]:
-    """Values, the loss and every gradient, under each plan; of two passes with whole sequences.
+    """Compare values, the loss and every gradient under each plan; with full sequences, of two passes.
 
     Returns:
-        the shapes of this rank's parts, by name.
+        The shapes of this rank's parts, by name.
     """
     plain, batch = case.made(), case.batch()
     names = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
@@ -147,6 +147,6 @@ def compare(case: Case, axis: Axis, *plans: TensorPlan) -> dict[str, torch.Size]
         for _ in range(2 if plan.sequence is None else 1):
             loss, grads = run(case, model, batch)
             assert_close({"loss": loss}, {"loss": expected_loss}, 1e-12, what)
-            # The gradient of a key's bias is 0 but for rounding.
+            # The gradient of a key's bias is 0 except for rounding.
             assert_close(whole(model, axis, grads), expected, 1e-11, f"{what}: gradients", floor=1e-2)
     return {name: part.shape for name, part in parts_of(model).items()}

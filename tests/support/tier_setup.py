@@ -1,4 +1,4 @@
-"""What the tests of tiers share: plans by mix, disks that fail on purpose, and digests of everything a step changes."""
+"""Setup for tests of tiers: plans by mix, disks that fail on purpose, and digests of everything that a step changes."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.memory.disk import store as disk
-from shardwise.core.memory.disk.io import Request, RequestQueue, ThreadQueue
+from shardwise.core.memory.disk.io_threads import Request, RequestQueue, ThreadQueue
 from shardwise.core.mesh import Mesh
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import DiskPlan, Plan, TierPlan, on_device
@@ -30,11 +30,11 @@ SHARES: dict[str, tuple[float, float, float, float]] = {
     "all_disk": (0, 1, 0, 1),
     "thirds": (0.34, 0.33, 0.33, 0.34),
 }
-"""Of parameters on host and disk, of state on host and disk."""
+"""Shares of parameters on host and disk, and of state on host and disk."""
 
 
 def shared(shares: Sequence[float], directory: str, **knobs: Any) -> TierPlan:
-    """A plan of shares in the order of :data:`SHARES`, with a disk where one has some."""
+    """Return a plan with shares in the order of :data:`SHARES`, with a disk if one of them needs it."""
     names = ("param_host_fraction", "param_disk_fraction", "state_host_fraction", "state_disk_fraction")
     given: dict[str, Any] = dict(zip(names, map(float, shares), strict=True))
     small: dict[str, Any] = {"queue_depth": 4, "threads": 1, "state_buffers": 3, "param_buffers": 3}
@@ -43,23 +43,23 @@ def shared(shares: Sequence[float], directory: str, **knobs: Any) -> TierPlan:
 
 
 def tiers(mix: str, directory: str, **knobs: Any) -> TierPlan:
-    """The plan of one mix."""
+    """Return the plan of one mix."""
     fields: dict[str, Any] = {"block_bytes": 4096, "single_submit": False, "overlap_events": True}
     return shared(SHARES[mix], directory, **(fields | knobs))
 
 
 def with_tiers(plan: Plan, mix: str, directory: str, **knobs: Any) -> Plan:
-    """``plan`` with its data in the tiers of a mix."""
+    """Return ``plan`` with its data in the tiers of a mix."""
     return plan.but(tiers=tiers(mix, directory, **knobs))
 
 
 def small_tiles(numel: int = 60) -> Any:
-    """Inside the context chunks are cut into many tiles."""
+    """Split chunks into many tiles inside this context."""
     return mock.patch.dict(TILE_NUMEL, {"cpu": numel})
 
 
 class Fault:
-    """Lets requests of all stores made inside :meth:`installed` fail. ``None`` as ``at``: none."""
+    """Makes requests fail in all stores that are created inside :meth:`installed`. With ``at=None`` none fails."""
 
     def __init__(self) -> None:
         self.at: int | None = None
@@ -69,7 +69,7 @@ class Fault:
         self.seen = self.failed = 0
 
     def arm(self, at: int, number: int = errno.EIO, writing: bool | None = None, forever: bool = False) -> None:
-        """The ``at``-th request from now (from 0) fails, with ``forever`` all later ones too."""
+        """Let the ``at``-th request from now (from 0) fail, with ``forever`` all later ones too."""
         self.at, self.number, self.writing, self.forever, self.seen, self.failed = at, number, writing, forever, 0, 0
 
     def lift(self) -> None:
@@ -104,13 +104,13 @@ class _Faulty:
 
 
 def _tensor_bytes(value: Tensor) -> bytes:
-    # Copied with its bits, so that NaN and -0.0 count.
+    # Copied bit by bit, so that NaN and -0.0 count.
     flat = value.detach().cpu().contiguous().view(-1)
     return str((value.dtype, tuple(value.shape))).encode() + flat.view(torch.uint8).numpy().tobytes()
 
 
 def digest(value: Any) -> str:
-    """Of nested dicts and lists of tensors and plain values."""
+    """Return a digest of nested dicts and lists of tensors and plain values."""
     total = hashlib.sha256()
 
     def add(part: Any) -> None:
@@ -131,7 +131,7 @@ def digest(value: Any) -> str:
 
 
 def everything(session: Session) -> dict[str, str]:
-    """Digests of masters, compute parameters, optimizer state with step counts, and gradients."""
+    """Return digests of masters, compute parameters, optimizer state with step counts, and gradients."""
     session.engine.pool.settle()
     return {
         "masters": digest(session.module.state_dict()),
@@ -143,7 +143,7 @@ def everything(session: Session) -> dict[str, str]:
 
 
 def _small(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What is not per element, of every piece of this rank."""
+    """Return the state of this rank's shards that is not per element."""
     states = optimizer.state.values()
     return [{k: v for k, v in entry.items() if not (isinstance(v, Tensor) and v.dim())} for entry in states]
 
@@ -170,12 +170,12 @@ def make_net(seed: int = 0) -> Net:
 
 
 def batch(rank: int, number: int) -> Tensor:
-    """``[4, 6]``, fp32."""
+    """Return ``[4, 6]`` in fp32."""
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + number))
 
 
 def backward(session: Session, step: int, passes: int = 2) -> list[float]:
-    """Backward passes of a step; their losses."""
+    """Run the backward passes of a step; return their losses."""
     losses = []
     for index in range(passes):
         loss = session.module(batch(session.mesh.rank, 10 * step + index)).float().square().mean()
@@ -193,7 +193,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @contextlib.contextmanager
 def session_of(plan: Plan, kind: str, mesh: Mesh) -> Iterator[Session]:
-    """A session of :func:`make_net`; not closed if the test fails, since peers are gone then."""
+    """Yield a session of :func:`make_net`; it is not closed if the test fails, since peers are gone then."""
     model = make_net()
     session = build(model, OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad]), plan, mesh)
     yield session
@@ -201,7 +201,7 @@ def session_of(plan: Plan, kind: str, mesh: Mesh) -> Iterator[Session]:
 
 
 def undisturbed(plan: Plan, kind: str, mesh: Mesh, steps: int) -> dict[str, str]:
-    """What so many steps lead to."""
+    """Return the results of so many steps without faults."""
     with session_of(plan, kind, mesh) as session:
         for step in range(steps):
             backward(session, step)

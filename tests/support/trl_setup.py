@@ -1,4 +1,4 @@
-"""A tokenizer, a small Llama and data for trainers of TRL."""
+"""A tokenizer, a small Llama and data for TRL's trainers."""
 
 from typing import Any
 

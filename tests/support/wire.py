@@ -1,11 +1,12 @@
-"""A wire with a delay and a rate between two network namespaces (Linux): ``python wire.py PID PID NAME DELAY RATE``.
+"""A simulated link with a delay and a rate between two network namespaces (Linux): ``python wire.py PID PID NAME DELAY
+RATE``.
 
-Each namespace gets a tun device; packets wait here, in user space, until they may arrive, so the kernel needs no
-netem. Segments cross in the form in which the kernel would give them to a network card (up to 64 KiB behind a header
-that says how to cut them), so few packets carry much.
+Each namespace gets a tun device; packets wait here, in user space, until they may arrive, so the kernel needs no netem.
+Segments have the form in which the kernel would pass them to a network card (up to 64 KiB after a header that says how
+to split them), so few packets carry much data.
 
-The program says ``ready`` and ends with its standard input. A line there, ``DELAY RATE``, changes the wire, and it says
-``ready`` again. It imports nothing of the library, to start at once.
+The program prints ``ready`` and ends with its standard input. A line there, ``DELAY RATE``, changes the link, and it
+prints ``ready`` again. It imports nothing of the library, to start quickly.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ AT_ONCE = 64
 
 
 def opened(pid: int, name: str) -> int:
-    """A new tun device called ``name`` in the network namespace of process ``pid``, as a file descriptor."""
+    """Return a new tun device called ``name`` in the network namespace of process ``pid``, as a file descriptor."""
     c = ctypes.CDLL(None, use_errno=True)
     where = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     try:
@@ -44,13 +45,13 @@ def opened(pid: int, name: str) -> int:
 
 
 class Direction:
-    """Packets from one end to the other, in their order.
+    """The packets in one direction, in order.
 
     Args:
-        source: file descriptor they come from.
-        target: file descriptor they go to.
-        delay_s: seconds from when the last bit has left to when it is there.
-        bits_per_s: how fast bits leave; 0: all at once.
+        source: file descriptor that they come from.
+        target: file descriptor that they go to.
+        delay_s: seconds from the departure of the last bit to its arrival.
+        bits_per_s: rate at which bits depart; 0: all at once.
     """
 
     def __init__(self, source: int, target: int, delay_s: float, bits_per_s: float) -> None:
@@ -60,11 +61,11 @@ class Direction:
         self._idle_at = 0.0
 
     def change(self, delay_s: float, bits_per_s: float) -> None:
-        """From the next packet on."""
+        """Change delay and rate from the next packet on."""
         self._delay_s, self._s_per_byte = delay_s, 8 / bits_per_s if bits_per_s else 0.0
 
     def take(self, now: float) -> None:
-        """What has come since; some of it, so that the other direction has its turn, too."""
+        """Take some of the packets that have come since, so that the other direction has its turn, too."""
         for _ in range(AT_ONCE):
             try:
                 packet = os.read(self.source, PACKET_BYTES)
@@ -74,13 +75,13 @@ class Direction:
             self._under_way.append((self._idle_at + self._delay_s, packet))
 
     def deliver(self, now: float) -> float:
-        """What is due; seconds until there is more, infinite if nothing is under way."""
+        """Deliver the packets that are due; return the seconds until the next one, infinite if there is none."""
         while self._under_way:
             due, packet = self._under_way[0]
             if due > now:
                 return due - now
             self._under_way.popleft()
-            with contextlib.suppress(OSError):  # the device is down: lost, as on a wire that is cut
+            with contextlib.suppress(OSError):  # the device is down: the packet is lost, as on a cut link
                 os.write(self._target, packet)
         return float("inf")
 
@@ -104,9 +105,9 @@ def relay(ends: tuple[int, int], delay_s: float, bits_per_s: float) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the program; see the docstring of the module."""
     one, other, name, delay_s, bits_per_s = sys.argv[1:]
-    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # waits are as short as they are asked to be
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # waits are as short as requested
     ends = (opened(int(one), name), opened(int(other), name))
     print("ready", flush=True)
     relay(ends, float(delay_s), float(bits_per_s))

@@ -37,7 +37,7 @@ STEPS = 2
 
 
 def plan_of(name: str, directory: str) -> Plan:
-    """One of :data:`PLANS`, with its tiers; a disk is in ``directory``."""
+    """Return one of :data:`PLANS`, with its tiers; a disk is in ``directory``."""
     plan = PLANS[name]
     if name in TIERS:
         return plan.but(tiers=tier_plan(TIERS[name], directory))
@@ -53,7 +53,7 @@ def _setting(kind: str, plan: Plan) -> Setting:
 
 
 def train_kind(kind: str, plans: Sequence[str], directory: str) -> list[Run]:
-    """On each rank: a run for each plan."""
+    """Run each plan on this rank."""
     torch.set_num_threads(1)
     settings = [_setting(kind, plan_of(name, directory)) for name in plans]
     with warnings.catch_warnings(action="ignore"), meshes() as mesh_of:
@@ -62,23 +62,25 @@ def train_kind(kind: str, plans: Sequence[str], directory: str) -> list[Run]:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Plain training, and how exactly another one can agree with it."""
+    """Plain training, and the accuracy that a comparison with it can reach."""
 
     run: PlainRun
     tolerance: Tolerance
     error: float
-    """How far a training is off whose weights were rounded otherwise."""
+    """The error of a training whose initial weights were rounded differently."""
 
 
 EXACT = Tolerance(rtol=1e-9, share=1e-3)
 ROUNDED = Tolerance(rtol=1e-5, share=0.25)
-"""For models that compute parts of themselves in fp32."""
+"""The tolerance for models that compute parts of themselves in fp32."""
 
 
 @functools.lru_cache(maxsize=4)
 def oracle(kind: str) -> Oracle:
-    """Plain training twice: the second time each weight is off by a rounding error. What that changes tells whether
-    the model computes in fp64 throughout."""
+    """Train plainly twice, the second time with a rounding error added to each weight.
+
+    The effect shows whether the model computes in fp64 throughout.
+    """
     case = case_of(kind)
     setting = _setting(kind, PLANS["zero3"])
     batches = make_batches(case, 2, STEPS, 1, torch.float64)
@@ -106,7 +108,7 @@ def _error(actual: dict[str, Tensor], expected: dict[str, Tensor], share: float)
 
 
 def check_kind(kind: str, plans: Sequence[str], by_rank: Sequence[Sequence[Run]]) -> list[str]:
-    """What differs from plain training, by plan."""
+    """Return the differences from plain training, by plan."""
     expected = oracle(kind)
     wrong = []
     for index, name in enumerate(plans):

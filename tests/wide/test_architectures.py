@@ -1,8 +1,8 @@
-"""Architectures of transformers with random weights, under every plan on two ranks against plain PyTorch.
+"""Architectures of transformers with random weights, under every plan on two ranks, compared with plain PyTorch.
 
-Compared are the losses of both ranks, every gradient, the norms, and the parameters after two steps, in fp64. Where a
-model computes parts of itself in fp32 (which training it with weights off by a rounding error shows), they agree as far
-as that goes: :data:`~tests.wide.architectures.ROUNDED`.
+The losses of both ranks, every gradient, the norms, and the parameters after two steps are compared in fp64. Some
+models compute parts of themselves in fp32, which a training with weights off by a rounding error shows; these agree to
+that accuracy: :data:`~tests.wide.architectures.ROUNDED`.
 """
 
 from pathlib import Path
@@ -22,8 +22,8 @@ FEW = {"llama": ("zero2", "zero3", "disk"), "t5": ("budget0", "gemini"), "mixtra
 
 
 def wrong(kind: str, plans: tuple[str, ...], folder: Path) -> list[str]:
-    """What is not as in plain PyTorch; where a rank fails, each plan is tried alone."""
-    oracle(kind)  # before the ranks, whose time-out does not count it
+    """Return the differences from plain PyTorch; if a rank fails, run each plan alone."""
+    oracle(kind)  # before the ranks, so that their time-out does not include it
     try:
         return check_kind(kind, plans, run_ranks(2, train_kind, kind, plans, str(folder), timeout=120.0))
     except RankError as error:
@@ -33,7 +33,7 @@ def wrong(kind: str, plans: tuple[str, ...], folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [*full("llama", "t5"), "mixtral"])
-def test_an_architecture_trains_as_plain(kind: str, tmp_path: Path) -> None:
+def test_architecture_trains_as_plain(kind: str, tmp_path: Path) -> None:
     found = wrong(kind, FEW[kind], tmp_path)
     assert not found, "\n".join(found)
 

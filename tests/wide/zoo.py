@@ -1,8 +1,10 @@
-"""Architectures of transformers, made small: a model, batches and a loss of each model type that can be built offline.
+"""Small versions of transformers' architectures: a model, batches and a loss of each model type that can be built
+offline.
 
-A configuration keeps its defaults but for sizes, which are known by their names, and everything random, which is off.
-Not every type can be made this way (some need other packages, fixed sizes or inputs of their own): ``case_of`` raises
-for those, and :data:`TYPES` has those that could (and whose plain training has no NaN: Swiftformer's has at this size).
+A configuration has its defaults except for sizes, which are recognized by their names, and randomness, which is off.
+Not every type can be built in this way (some need other packages, fixed sizes or inputs of their own): ``case_of``
+raises for those, and :data:`TYPES` has the others (if their plain training has no NaN, as Swiftformer's has at this
+size).
 """
 
 import functools
@@ -18,7 +20,7 @@ from tests.support.models import ModelCase
 
 WIDTH, HEADS, VOCABULARY, LENGTH, IMAGE, PATCH, ROWS = 32, 4, 41, 6, 32, 8, 2
 LARGEST = 2_000_000
-"""Parameters; what is larger has a size that is not known by its name."""
+"""Maximum number of parameters; a larger model has a size whose name is not known."""
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "width", "embedding_size"), WIDTH),
@@ -61,7 +63,7 @@ LISTS = {
     **dict.fromkeys(("num_heads", "num_attention_heads"), 2),
     **dict.fromkeys(("tdnn_dim", "encoder_hidden_sizes", "fusion_hidden_sizes", "feature_maps"), 16),
 }
-"""The same where each stage has its own."""
+"""The same for configurations with a size per stage."""
 RANDOM = ("drop", "noise", "jitter", "mask_time_prob", "mask_feature_prob", "layerdrop")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id")
 AUTO = (
@@ -77,7 +79,7 @@ AUTO = (
     "DEPTH_ESTIMATION",
     "IMAGE_TEXT_TO_TEXT",
 )
-"""Tasks whose class is tried first, in this order; else the plain model is taken."""
+"""Auto classes of tasks that are tried first, in this order; otherwise the base model is used."""
 
 _NAMES = """
     afmoe aimv2 aimv2_vision_model albert altclip apertus arcee aria_text bamba bart beam beit bert bert-generation
@@ -107,7 +109,7 @@ _NAMES = """
     wav2vec2 wav2vec2-conformer wavlm whisper xlm xlm-roberta xlm-roberta-xl xlnet yolos yoso zaya
 """
 TYPES = tuple(_NAMES.split())
-"""Types that can be made small in this way, with transformers 5.23."""
+"""Types that can be built small in this way, with transformers 5.23."""
 
 
 def _shrink(config: Any) -> None:
@@ -135,7 +137,7 @@ def _config(kind: str) -> Any:
     _shrink(config)
     config.use_cache = False
     config._attn_implementation = "eager"
-    config._experts_implementation = "eager"  # the others have no fp64
+    config._experts_implementation = "eager"  # the other ones have no fp64
     return config
 
 
@@ -149,7 +151,7 @@ def _class_of(kind: str) -> Any:
 
 
 def _make(kind: str) -> nn.Module:
-    """Random weights, nothing random in forward."""
+    """Build it with random weights and nothing random in forward."""
     with warnings.catch_warnings(action="ignore"):
         kind_class, config = _class_of(kind), _config(kind)
         with torch.device("meta"):
@@ -196,7 +198,7 @@ def _outputs(value: Any) -> Iterator[Tensor]:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Of every floating output, the mean of a function whose gradient is nowhere the same along the last dimension."""
+    """Return the mean of a function of every floating output, whose gradient varies along the last dimension."""
     out = model(**batch)
     found = list(_outputs(dict(out) if hasattr(out, "keys") else out))
     phases = [torch.arange(value.shape[-1] if value.dim() else 1) for value in found]
@@ -206,13 +208,13 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 @functools.cache
 def case_of(kind: str) -> ModelCase:
-    """A model type as a case to test with."""
+    """Return the case of a model type."""
     wanted = tuple(inspect.signature(_class_of(kind).forward).parameters)
 
     def build(dtype: torch.dtype) -> nn.Module:
         model = _make(kind).to(dtype)
         for module in model.modules():
-            if "dtype" in vars(module):  # a router that casts itself to that in its forward pass
+            if "dtype" in vars(module):  # a router that casts itself to that dtype in its forward pass
                 module.dtype = dtype
         return model
 

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from shardwise.booster.dataloader import distributed_dataloader
-from shardwise.booster.interface import ModelWrapper, give_names
+from shardwise.booster.checkpoint_runs import SESSION, remember_session
 from shardwise.booster.lora import add_lora_parameters
-from shardwise.booster.runs import SESSION, remember_session
+from shardwise.booster.wrappers import ModelWrapper, give_names
+from shardwise.core.base.validate import MOST_SEED, boolean, integer, refuse
 from shardwise.core.base.validate import fraction as share
-from shardwise.core.base.validate import refuse
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.plan import DiskPlan, Plan
 
 if TYPE_CHECKING:
     from shardwise.session import Session
-
-__all__ = [
-    "Boosted",
-    "DPPluginBase",
-    "Plugin",
-    "ShardedPlugin",
-    "all_ranks",
-    "data_parallel_size",
-    "start_ranks",
-    "updates_early",
-    "with_optimizer",
-]
 
 Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
@@ -179,6 +165,9 @@ class Plugin(ABC):
     ) -> DataLoader[Any]:
         """Return a ``DataLoader`` whose sampler divides ``dataset`` over the data-parallel ranks.
 
+        Workers use a generator seeded with ``seed`` and the rank, so they differ between ranks and between epochs and a
+        run is reproducible.
+
         Args:
             dataset: a map-style dataset.
             batch_size: samples per rank and step.
@@ -191,16 +180,60 @@ class Plugin(ABC):
             kwargs: further arguments of ``DataLoader``.
 
         Raises:
-            TypeError: the dataset has no length, or an argument has a wrong type.
+            TypeError: the dataset is iterable-style, which no sampler can divide over ranks, or an argument has a wrong
+                type.
             ValueError: ``kwargs`` has a sampler, or a number is out of range.
         """
-        options = {"drop_last": drop_last, "pin_memory": pin_memory, "num_workers": num_workers, **kwargs}
-        sampling: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "cls": distributed_sampler_cls}
-        return distributed_dataloader(dataset, batch_size, self.data_parallel, **sampling, options=options)
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"{type(dataset).__name__} has no length, so no sampler can divide it over the ranks; divide it in its "
+                "own __iter__ (torch.distributed.get_rank()) and pass your own DataLoader to boost"
+            )
+        if batch_size is not None:
+            integer("batch_size", batch_size, 1, what="a number of samples")
+        integer("seed", seed, 0, MOST_SEED)
+        integer("num_workers", num_workers, 0, what="a number of processes")
+        for name, value in (("drop_last", drop_last), ("pin_memory", pin_memory), ("shuffle", shuffle)):
+            boolean(name, value)
+        for name in sorted({"sampler", "batch_sampler"} & kwargs.keys()):
+            raise ValueError(
+                f"{name}={kwargs[name]!r}: prepare_dataloader makes the sampler itself; give distributed_sampler_cls, "
+                "or build torch.utils.data.DataLoader yourself and pass it to boost"
+            )
+        replicas = self.data_parallel()
+        cls = distributed_sampler_cls or DistributedSampler
+        options = {
+            "sampler": _sampler(dataset, replicas, shuffle, seed, drop_last, cls),
+            "generator": torch.Generator().manual_seed(seed + replicas[0]),
+            **kwargs,
+        }
+        return DataLoader(
+            dataset, batch_size, drop_last=drop_last, pin_memory=pin_memory, num_workers=num_workers, **options
+        )
 
     def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Call :meth:`prepare_dataloader`; published examples use this name."""
         return self.prepare_dataloader(*args, **kwargs)
+
+
+def _sampler(
+    dataset: Dataset[Any], replicas: tuple[int, int], shuffle: bool, seed: int, drop_last: bool, cls: type[Any]
+) -> Any:
+    """Return a sampler of class ``cls`` for a rank: ``replicas`` are its index and the number of data-parallel ranks.
+
+    It is called as ``cls(dataset, num_replicas=, rank=, shuffle=)``, and with ``seed=`` and ``drop_last=`` if its
+    signature has them; a warning names those that it does not have.
+    """
+    rank, size = replicas
+    accepted = inspect.signature(cls).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    options = {"seed": seed, "drop_last": drop_last}
+    missing = [name for name in options if not (anything or name in accepted)]
+    needed = [name for name in missing if (shuffle if name == "seed" else drop_last)]
+    if needed:
+        warn_user(f"{cls.__name__} takes no {' and no '.join(needed)}, so it is not passed on")
+    options = {name: value for name, value in options.items() if name not in missing}
+    return cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, **options)
 
 
 class DPPluginBase(Plugin):
@@ -223,10 +256,6 @@ class ShardedPlugin(Plugin):
     """A plugin that translates its arguments into a :class:`~shardwise.plan.Plan` for the engine."""
 
     _mesh: Any = None
-
-    @cached_property
-    def _module_of(self) -> WeakKeyDictionary[torch.optim.Optimizer, nn.Module]:
-        return WeakKeyDictionary()
 
     @abstractmethod
     def plan(self, world_size: int) -> Plan:
@@ -273,8 +302,6 @@ class ShardedPlugin(Plugin):
         self.prepare(session)
         give_names(session)
         remember_session(session)
-        if session.optimizer is not None:
-            self._module_of[session.optimizer] = session.module
         return session.module, session.optimizer
 
     def session(self, model: nn.Module) -> Session:
@@ -293,11 +320,12 @@ class ShardedPlugin(Plugin):
     ) -> AbstractContextManager[None]:
         if not self.support_no_sync():
             raise RuntimeError(
-                f"{type(self).__name__} reduces gradients in every backward pass, so there is nothing that no_sync "
-                "could leave out; accumulate by calling backward several times before step"
+                f"{type(self).__name__} reduces gradients in every backward pass, so no_sync is not available; "
+                "accumulate by calling backward several times before step"
             )
         if model is None and optimizer is not None:
-            model = self._module_of.get(optimizer)
+            session = vars(optimizer).get(SESSION)
+            model = None if session is None else session.module
         no_sync = getattr(model, "no_sync", None)
         if no_sync is not None:
             context: AbstractContextManager[None] = no_sync()

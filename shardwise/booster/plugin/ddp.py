@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
-from shardwise.booster.plugin.argument_checks import check_types
+from shardwise.booster.plugin.arguments import check_types
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
-from shardwise.booster.plugin.eight_bits import check_dtypes, reduce_bucket
+from shardwise.booster.plugin.fp8_communication import check_dtypes, reduce_bucket
+from shardwise.booster.wrappers import ModelWrapper, OptimizerWrapper
 from shardwise.core.base.validate import MOST_BYTES, integer, refuse
-
-__all__ = ["TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
 
 
 def ddp_arguments(arguments: TorchDDPPlugin) -> dict[str, Any]:

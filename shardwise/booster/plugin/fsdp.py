@@ -26,15 +26,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from shardwise.booster.interface import ModelWrapper
-from shardwise.booster.plugin.argument_checks import check_types
+from shardwise.booster.plugin.arguments import check_types
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
-from shardwise.booster.plugin.eight_bits import check_dtypes, compress_unit
+from shardwise.booster.plugin.fp8_communication import check_dtypes, compress_unit
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
 from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
+from shardwise.booster.wrappers import ModelWrapper
 from shardwise.core.base.validate import refuse
-
-__all__ = ["FSDPPlan", "TorchFSDPModel", "TorchFSDPPlugin", "to_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +282,7 @@ def _ranks_per_node(world: int) -> int:
     node = LaunchFacts.read().local_world_size
     if world % node:
         raise ValueError(
-            f"{world} ranks are not whole nodes of {node}; give process_group=(shard group, replicate group)"
+            f"{world} ranks cannot be divided into nodes of {node} ranks; give process_group=(shard group, replicate "
+            "group)"
         )
     return node

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwise.booster.interface import OptimizerWrapper, check_state, parameters_of
+from shardwise.booster.wrappers import OptimizerWrapper, check_state, parameters_of
 from shardwise.core.optim.state_form import constructed_state
-
-__all__ = ["TorchFSDPOptimizer", "full_model_state", "load_full_model_state", "repoint"]
 
 
 def _full(value: Any) -> Any:
@@ -71,8 +69,8 @@ def repoint(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sharded:
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise ValueError(
-                    f"parameter {place} of group {index} (shape {tuple(parameter.shape)}) is not the model's; "
-                    "build one optimizer a model"
+                    f"parameter {place} of group {index} (shape {tuple(parameter.shape)}) is not one of the "
+                    "model's; build one optimizer for each model"
                 )
             name = names[id(parameter)]
             entry = optimizer.state.get(parameter)

@@ -10,8 +10,6 @@ from torch import nn
 
 from shardwise.core.base.validate import refuse
 
-__all__ = ["materialize", "unit_modules"]
-
 
 def unit_modules(
     root: nn.Module,

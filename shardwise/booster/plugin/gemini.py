@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_checks import (
+from shardwise.booster.plugin.arguments import (
     SequenceArguments,
     check_types,
     check_update,
@@ -41,8 +41,6 @@ from shardwise.plan import (
 )
 from shardwise.plan.scaler_arguments import scaler_plan
 from shardwise.shardformer.changes import changed_model, kernels_of
-
-__all__ = ["GeminiPlugin", "to_plan"]
 
 DEFAULT_HIDDEN_DIM = 1024
 STATIC_FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
@@ -169,7 +167,7 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         scaler_plan(self)  # checked for every precision
         shards = next(iter(self.chunk_config_dict)) if self.chunk_config_dict else None
         ranks = None if shards is None else shards * self.extra_dp_size * self.tp_size
-        _check_accumulation(self, to_plan(self, ranks))
+        to_plan(self, ranks)
         _ = self._stats  # raises errors about an unreadable file now, not at the first boost
         warn_unused(self, _unused(self))
 
@@ -275,6 +273,11 @@ def _check(arguments: GeminiPlugin) -> None:
     if a.chunk_config_dict is not None:
         _check_chunks(a.chunk_config_dict)
     check_update(a, tp_size=a.tp_size)
+    if a.enable_gradient_accumulation and a.update == "backward":
+        raise ValueError(
+            f"update={a.update!r} with enable_gradient_accumulation=True: a gradient is used as soon as it is reduced, "
+            "so each step is one backward pass; give update='step'"
+        )
 
 
 def _check_search(arguments: GeminiPlugin) -> None:
@@ -310,14 +313,6 @@ def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
             raise ValueError(f"{where}: give a whole number of elements from 1 to {MOST_NUMEL} as 'chunk_size'")
         if not fits(entry.get("keep_gathered", False), bool):
             raise ValueError(f"{where}: give True or False as 'keep_gathered'")
-
-
-def _check_accumulation(arguments: GeminiPlugin, plan: Plan) -> None:
-    if arguments.enable_gradient_accumulation and plan.grad.update == "backward":
-        raise ValueError(
-            f"update={arguments.update!r} with enable_gradient_accumulation=True: a gradient is used as soon as it is "
-            "reduced, so each step is one backward pass; give update='step'"
-        )
 
 
 def _packing(arguments: GeminiPlugin, shard_ranks: int | None) -> tuple[Packing, float]:

@@ -9,37 +9,26 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_checks import (
+from shardwise.booster.plugin.arguments import (
     DTYPES,
     SequenceArguments,
+    bucket_numel,
     check_types,
     check_update,
     precision_plan,
     warn_unused,
+    zero_parts,
 )
-from shardwise.booster.plugin.axes import RankAxes
 from shardwise.booster.plugin.base import Boosted, ShardedPlugin, data_parallel_size
-from shardwise.core.base.sizes import device_bytes
-from shardwise.core.base.validate import MOST_BYTES, MOST_NUMEL, integer, number, refuse, short_repr
-from shardwise.plan import (
-    ByNumel,
-    CommPlan,
-    GradPlan,
-    MeshPlan,
-    PipelinePlan,
-    Plan,
-    ShardPlan,
-    TensorPlan,
-    TierPlan,
-)
+from shardwise.booster.plugin.hybrid_groups import RankAxes
+from shardwise.core.base.validate import MOST_BYTES, integer, refuse, short_repr
+from shardwise.plan import ByNumel, MeshPlan, PipelinePlan, Plan, ShardPlan, TensorPlan
 from shardwise.plan.scaler_arguments import scaler_plan
 from shardwise.shardformer import GradientCheckpointConfig, Policy
 from shardwise.shardformer.changes import StageDivision, changed_model, kernels_of
 from shardwise.shardformer.policies import PolicyArchitecture
 
-__all__ = ["HybridParallelPlugin", "to_plan"]
-
-STYLES: tuple[Literal["1f1b", "interleaved", "zbv"], ...] = ("1f1b", "interleaved", "zbv")
+STYLES = ("1f1b", "interleaved", "zbv")
 PIPELINE = (
     "num_microbatches",
     "microbatch_size",
@@ -170,7 +159,7 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
     communication_dtype: torch.dtype | None = None
     overlap_communication: bool = True
     custom_policy: Policy | None = None
-    pp_style: str = "1f1b"
+    pp_style: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
     num_model_chunks: int = 1
     num_layers_per_stage: list[int] | None = None
     gradient_checkpoint_config: GradientCheckpointConfig | None = None
@@ -267,7 +256,7 @@ def _unused(arguments: HybridParallelPlugin) -> dict[str, Iterable[str]]:
     if a.pp_size == 1:
         unused["there is no pipeline (pp_size=1)"] = PIPELINE
     elif a.num_microbatches is not None:
-        unused["num_microbatches goes before it"] = ("microbatch_size",)
+        unused["num_microbatches takes precedence"] = ("microbatch_size",)
     if a.zero_stage == 0:
         unused["for zero_stage 1 and 2 only"] = ("zero_bucket_size_in_m", "overlap_allgather")
     else:
@@ -301,10 +290,7 @@ def _bucket_numel(arguments: HybridParallelPlugin) -> int:
     if a.zero_stage == 0:
         integer("ddp_bucket_cap_mb", a.ddp_bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")
         return a.ddp_bucket_cap_mb * 2**20 // (DTYPES.get(a.precision) or torch.float32).itemsize
-    most = MOST_NUMEL // 2**20
-    size = f"a size > 0 and at most {most} (times 2**20 elements)"
-    number("zero_bucket_size_in_m", a.zero_bucket_size_in_m, f"(0, {most}]", size)
-    return max(1, int(a.zero_bucket_size_in_m * 2**20))
+    return bucket_numel("zero_bucket_size_in_m", a.zero_bucket_size_in_m)
 
 
 def to_plan(arguments: HybridParallelPlugin) -> Plan:
@@ -317,9 +303,9 @@ def to_plan(arguments: HybridParallelPlugin) -> Plan:
         ValueError: a value out of range.
     """
     a = arguments
-    dtype = a.communication_dtype
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
+    parts = zero_parts(a)
+    if a.zero_stage == 0:
+        parts["comm"] = replace(parts["comm"], gather_on_use=False)
     shard, replicate = (1, -1) if a.zero_stage == 0 else (-1, 1)
     sequence, tensor = sequence_arguments(a), TensorPlan()
     if a.tp_size > 1:
@@ -344,18 +330,8 @@ def to_plan(arguments: HybridParallelPlugin) -> Plan:
             gathered_fraction=1.0,
             reduce="every" if a.zero_stage == 2 else "last",
         ),
-        precision=precision_plan(a.precision, a, master_weights=True, reduce_dtype=dtype),
-        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, update=a.update),
-        comm=CommPlan(
-            overlap=a.overlap_communication,
-            gather_on_use=a.overlap_allgather and a.zero_stage > 0,
-            compress="fp8" if a.fp8_communication else None,
-        ),
-        tiers=TierPlan(
-            state_host_fraction=1.0 if a.cpu_offload else 0.0,
-            pin_memory=a.cpu_offload,
-            device_capacity_bytes=device_bytes(a.device_memory),
-        ),
+        precision=precision_plan(a.precision, a, master_weights=True, reduce_dtype=a.communication_dtype),
+        **parts,
         verbose=a.zero_stage > 0,
         tensor=tensor,
         pipeline=_pipeline_plan(a),
@@ -367,9 +343,8 @@ def _pipeline_plan(arguments: HybridParallelPlugin) -> PipelinePlan:
     a = arguments
     if a.pp_size == 1:
         return PipelinePlan()
-    style: Literal["1f1b", "interleaved", "zbv"] = next(each for each in STYLES if each == a.pp_style)
     return PipelinePlan(
-        schedule=style,
+        schedule=a.pp_style,
         chunks=a.num_model_chunks,
         microbatches=a.num_microbatches,
         microbatch_rows=a.microbatch_size if a.num_microbatches is None else None,

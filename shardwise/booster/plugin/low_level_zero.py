@@ -7,14 +7,11 @@ from typing import Literal
 
 import torch
 
-from shardwise.booster.plugin.argument_checks import check_types, precision_plan
+from shardwise.booster.plugin.arguments import bucket_numel, check_types, precision_plan, zero_parts
 from shardwise.booster.plugin.base import DPPluginBase, ShardedPlugin
-from shardwise.core.base.sizes import device_bytes
-from shardwise.core.base.validate import MOST_NUMEL, integer, number, short_repr
-from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan, TierPlan
+from shardwise.core.base.validate import integer, short_repr
+from shardwise.plan import ByNumel, MeshPlan, Plan, ShardPlan
 from shardwise.plan.scaler_arguments import PublishedDefault, scaler_plan
-
-__all__ = ["LowLevelZeroPlugin", "to_plan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,17 +97,13 @@ def to_plan(arguments: LowLevelZeroPlugin) -> Plan:
     a = arguments
     if a.stage not in (1, 2):
         raise ValueError(f"stage={short_repr(a.stage)}: LowLevelZeroPlugin has stages 1, 2; GeminiPlugin is stage 3")
-    most = MOST_NUMEL // 2**20
-    size = f"a size > 0 and at most {most} (times 2**20 elements)"
-    number("reduce_bucket_size_in_m", a.reduce_bucket_size_in_m, f"(0, {most}]", size)
     integer("extra_dp_size", a.extra_dp_size, 1, what="a number of replicas")
-    dtype = a.communication_dtype
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size),
         shard=ShardPlan(
-            packing=ByNumel(chunk_numel=max(1, int(a.reduce_bucket_size_in_m * 1024 * 1024)), min_chunks=8),
+            packing=ByNumel(
+                chunk_numel=bucket_numel("reduce_bucket_size_in_m", a.reduce_bucket_size_in_m), min_chunks=8
+            ),
             gathered_fraction=1.0,
             reduce="last" if a.stage == 1 else "every",
         ),
@@ -121,16 +114,6 @@ def to_plan(arguments: LowLevelZeroPlugin) -> Plan:
             reduce_dtype=a.communication_dtype,
             cast_inputs=a.cast_inputs,
         ),
-        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, update=a.update),
-        comm=CommPlan(
-            overlap=a.overlap_communication,
-            gather_on_use=a.overlap_allgather,
-            compress="fp8" if a.fp8_communication else None,
-        ),
-        tiers=TierPlan(
-            state_host_fraction=1.0 if a.cpu_offload else 0.0,
-            pin_memory=a.cpu_offload,
-            device_capacity_bytes=device_bytes(a.device_memory),
-        ),
+        **zero_parts(a),
         verbose=a.verbose,
     )

@@ -24,7 +24,7 @@ def take_the_name() -> None:
         return
     if find_spec("shardwise") is None:  # the program found it in a folder that is not on this process's path
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
-    import_module("shardwise.compat.impersonation").impersonate(foreign)
+    import_module("shardwise.compat.import_hooks").impersonate(foreign)
 
 
 def run_the_other() -> None:

@@ -11,18 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from glob import glob
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-
-from shardwise.core.base.validate import check_type
 
 RandomState = tuple[Tensor, Tensor | None]
 """The state of the CPU's generator, and of a GPU's generator."""
@@ -35,7 +31,12 @@ class Runtime:
 
     It is the only interface between the library and GPUs. Tests replace it (:func:`replace_runtime`) with a device
     whose streams are as late as possible (``tests/support/late``). Operations on tensors use torch's dispatcher.
+
+    Attributes:
+        of_process: the runtime that :func:`runtime` returns.
     """
+
+    of_process: ClassVar[Runtime]
 
     def device_count(self) -> int:
         """Return the number of GPUs that this process can use."""
@@ -87,17 +88,9 @@ class Runtime:
         """Return the memory of a GPU."""
         return int(torch.cuda.get_device_properties(device).total_memory)
 
-    def allocated_bytes(self, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of tensors on a GPU now, and their peak."""
-        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-
     def memory_stats(self, device: torch.device) -> dict[str, Any]:
         """Return the allocator's statistics, nested by name; empty before its first allocation."""
         return dict(torch.cuda.memory_stats_as_nested_dict(device))
-
-    def reserved_bytes(self, device: torch.device) -> tuple[int, int]:
-        """Return the bytes that the allocator holds, its cache included, and their peak."""
-        return torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
 
     def reset_peak(self, device: torch.device) -> None:
         """Reset all peaks that torch counts, and that of :func:`allocator_bytes`."""
@@ -140,18 +133,17 @@ class Runtime:
         return cast(torch.Generator, torch.cuda.default_generators[index])  # type: ignore[redundant-cast]
 
 
-_PRESENT = [Runtime()]
-"""The runtime of this process."""
+Runtime.of_process = Runtime()
 
 
 def runtime() -> Runtime:
     """Return the runtime of this process's GPUs."""
-    return _PRESENT[0]
+    return Runtime.of_process
 
 
 def replace_runtime(new: Runtime) -> Runtime:
     """Install ``new`` as the runtime and return the previous one. For tests, before anything is on a device."""
-    before, _PRESENT[0] = _PRESENT[0], new
+    before, Runtime.of_process = Runtime.of_process, new
     return before
 
 
@@ -388,45 +380,13 @@ class Later:
 # ---- memory in use
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryFacts:
-    """Memory of this process in bytes.
-
-    Attributes:
-        rss_bytes: resident now. Shared memory counts in every process that has touched it.
-        peak_rss_bytes: the peak of ``rss_bytes`` since the start (or :func:`reset_peak`).
-        pss_bytes: resident now, with shared pages divided by the number of processes that map them, so that the sum
-            over ranks is the memory in use on the host. 0 if the system does not report it.
-        device_bytes: allocated on the CUDA device now; 0 on CPU.
-        peak_device_bytes: the peak of ``device_bytes``; 0 on CPU.
-    """
-
-    rss_bytes: int
-    peak_rss_bytes: int
-    pss_bytes: int
-    device_bytes: int
-    peak_device_bytes: int
-
-
-def memory_facts(device: torch.device | None = None) -> MemoryFacts:
-    """Return the memory of this process now, and on ``device`` if that is a GPU."""
-    status = _fields("/proc/self/status")
-    on_gpu = runtime().allocated_bytes(device) if device is not None and device.type == "cuda" else (0, 0)
-    return MemoryFacts(
-        rss_bytes=status.get("VmRSS", 0),
-        peak_rss_bytes=status.get("VmHWM", 0) or _peak_from_rusage(),
-        pss_bytes=_fields("/proc/self/smaps_rollup").get("Pss", 0),
-        device_bytes=on_gpu[0],
-        peak_device_bytes=on_gpu[1],
-    )
-
-
-def reset_peak(device: torch.device | None = None) -> None:
-    """Restart the peaks from the current usage. The host's peak is kept if the system does not allow a reset."""
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    if device is not None and device.type == "cuda":
-        runtime().reset_peak(device)
+def process_memory() -> tuple[int, int]:
+    """Return the resident bytes of this process now (0 if the system does not report them), and their peak."""
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    now, peak = (int(fields.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
+    return now * 1024, (peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
 def allocator_bytes(device: torch.device) -> tuple[int, int]:
@@ -440,33 +400,6 @@ def allocator_bytes(device: torch.device) -> tuple[int, int]:
         return 0, 0  # nothing was allocated there
     kinds = [stats[kind]["all"] for kind in ("active_bytes", "allocated_bytes")]  # other allocators have only one
     return max(kind["current"] for kind in kinds), max(kind["peak"] for kind in kinds)
-
-
-def live_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages, each storage counted once."""
-    storages = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and tensor.device.type != "meta":
-            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _fields(path: str) -> dict[str, int]:
-    """Return the ``Name: 123 kB`` lines of a /proc file, in bytes."""
-    fields: dict[str, int] = {}
-    with contextlib.suppress(OSError), open(path) as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            words = value.split()
-            if len(words) == 2 and words[1] == "kB":
-                fields[name] = int(words[0]) * 1024
-    return fields
-
-
-def _peak_from_rusage() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 # ---- which GPUs there are
@@ -497,143 +430,3 @@ def gpu_identity(index: int, visible: str | None) -> str | None:
     if "MIG" in name:
         return None
     return None if uuid is None else f"GPU-{uuid}"
-
-
-# ---- ColossalAI's accelerator object
-class Accelerator:
-    """One interface to a GPU or the CPU. Other attributes are those of ``torch.cuda`` or ``torch.cpu``.
-
-    On the CPU, memory is that of the process, there is no cache to empty, and there is nothing to wait for.
-
-    Attributes:
-        device: the device.
-        name: ``"cuda"`` or ``"cpu"``.
-        communication_backend: ``"nccl"`` or ``"gloo"``.
-        support_set_device: whether there are several such devices.
-    """
-
-    is_synchronous = False
-
-    def __init__(self, device: torch.device) -> None:
-        check_type("device", device, torch.device, "a torch.device")
-        self.device, self.name = device, device.type
-        self.support_set_device = device.type == "cuda"
-        self.communication_backend = "nccl" if device.type == "cuda" else "gloo"
-        self._torch: Any = torch.cuda if device.type == "cuda" else torch.cpu
-
-    def __repr__(self) -> str:
-        return f"Accelerator({str(self.device)!r})"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        try:
-            return getattr(self._torch, name)
-        except AttributeError:
-            raise AttributeError(
-                f"{name!r} of {self.name}: {self._torch.__name__} has no such attribute; use a GPU, or leave it out",
-                name=name,
-                obj=self,
-            ) from None
-
-    # Device
-
-    def get_version(self) -> str:
-        """Return the version of CUDA; empty on the CPU."""
-        return str(torch.version.cuda or "") if self.name == "cuda" else ""
-
-    def get_current_device(self) -> torch.device:
-        """Return the current GPU with its index, or the CPU."""
-        return numbered(torch.device("cuda")) if self.name == "cuda" else self.device
-
-    def current_device(self) -> int:
-        """Return the index of the current device; 0 on the CPU."""
-        return self.get_current_device().index or 0
-
-    def set_device(self, device: torch.device | int | None = None) -> None:
-        """Set the current GPU (``None``: the rank's own); does nothing on the CPU."""
-        if self.name == "cuda":
-            make_current(torch.device("cuda", device) if isinstance(device, int) else device or self.device)
-
-    def is_available(self) -> bool:
-        """Return whether such a device can be used."""
-        return self.name == "cpu" or visible_gpus() > 0
-
-    def device_count(self) -> int:
-        """Return the number of visible GPUs; 1 on the CPU."""
-        return visible_gpus() if self.name == "cuda" else 1
-
-    def synchronize(self, device: torch.device | int | None = None) -> None:
-        """Wait for the work of the device."""
-        synchronize(self._resolve(device))
-
-    def _resolve(self, device: torch.device | int | str | None) -> torch.device:
-        if device is None:
-            return self.get_current_device()
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-    # Random numbers
-
-    def get_rng_state(self, device: torch.device | int | str | None = None) -> torch.Tensor:
-        """Return the state of the device's generator."""
-        return runtime().random_state(self._resolve(device)) if self.name == "cuda" else torch.get_rng_state()
-
-    def set_rng_state(self, new_state: torch.Tensor, device: torch.device | int | str | None = None) -> None:
-        """Set the state of the device's generator."""
-        if self.name == "cuda":
-            runtime().set_random_state(self._resolve(device), new_state)
-        else:
-            torch.set_rng_state(new_state)
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed the device's generator."""
-        self._random().manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed the generators of all devices of this kind."""
-        (torch.cuda.manual_seed_all if self.name == "cuda" else torch.manual_seed)(seed)
-
-    def initial_seed(self) -> int:
-        """Return the seed of the device's generator."""
-        return int(self._random().initial_seed())
-
-    def _random(self) -> Any:
-        return torch.cuda if self.name == "cuda" else torch.random
-
-    # Memory, in bytes
-
-    def empty_cache(self) -> None:
-        """Return cached memory of the allocator to the driver."""
-        if self.name == "cuda":
-            give_back(self.get_current_device())
-
-    def memory_allocated(self, device: torch.device | int | None = None) -> int:
-        """Return the bytes of tensors on a GPU now; on the CPU those of this process."""
-        facts = memory_facts(self._resolve(device))
-        return facts.device_bytes if self.name == "cuda" else facts.rss_bytes
-
-    def max_memory_allocated(self, device: torch.device | int | None = None) -> int:
-        """Return the peak since :meth:`reset_peak_memory_stats`."""
-        facts = memory_facts(self._resolve(device))
-        return facts.peak_device_bytes if self.name == "cuda" else facts.peak_rss_bytes
-
-    def memory_reserved(self, device: torch.device | int | None = None) -> int:
-        """Return :meth:`memory_allocated` plus the allocator's cache."""
-        return runtime().reserved_bytes(self._resolve(device))[0] if self.name == "cuda" else self.memory_allocated()
-
-    def max_memory_reserved(self, device: torch.device | int | None = None) -> int:
-        """Return the peak of :meth:`memory_reserved`."""
-        target = self._resolve(device)
-        return runtime().reserved_bytes(target)[1] if self.name == "cuda" else self.max_memory_allocated()
-
-    def reset_peak_memory_stats(self, device: torch.device | int | None = None) -> None:
-        """Restart the peaks from what is used now."""
-        reset_peak(self._resolve(device))
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-
-    # 16-bit numbers
-
-    def autocast(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
-        """Return ``torch.amp.autocast`` for this device."""
-        return torch.amp.autocast(self.name, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)

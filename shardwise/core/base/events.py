@@ -34,17 +34,17 @@ class Events:
 
     Attributes:
         forward_began, forward_ended: a forward pass of the model; the argument says whether it builds a graph.
-        backward_asked: an outermost backward pass is about to begin; a listener may raise to refuse it.
+        backward_requested: an outermost backward pass is about to begin; a listener may raise to refuse it.
         backward_began: a backward pass begins, and no listener has refused it.
         backward_ended: a backward pass is over, and its reductions are done.
-        unit_wanted: a unit is about to be used, before room is made for it.
+        unit_requested: a unit is about to be used, before room is made for it.
         unit_ready: a unit can be read.
         gather_began, gather_ended, evicted: a unit is gathered or evicted.
         reduction_began: the reduction of a chunk has started.
         result_added: a chunk's reduced gradient has been added to its gradient shard.
         gradients_dropped: the gradients of an optimizer (of all, for ``None``) were dropped.
         passes_lost: a pass of the step failed, and the gradients of all its passes were dropped.
-        masters_wanted: the masters of a chunk are about to be read or written as a whole.
+        masters_requested: the masters of a chunk are about to be read or written as a whole.
         update_expected: an update will follow soon; what it needs from a disk may be read.
         update_began, update_ended: the update of an optimizer; one that fails does not end.
     """
@@ -52,10 +52,10 @@ class Events:
     def __init__(self) -> None:
         self.forward_began: Event[bool] = Event()
         self.forward_ended: Event[bool] = Event()
-        self.backward_asked: Event[()] = Event()
+        self.backward_requested: Event[()] = Event()
         self.backward_began: Event[()] = Event()
         self.backward_ended: Event[()] = Event()
-        self.unit_wanted: Event[int] = Event()
+        self.unit_requested: Event[int] = Event()
         self.unit_ready: Event[int] = Event()
         self.gather_began: Event[int] = Event()
         self.gather_ended: Event[int] = Event()
@@ -64,7 +64,7 @@ class Events:
         self.result_added: Event[int] = Event()
         self.gradients_dropped: Event[int | None] = Event()
         self.passes_lost: Event[()] = Event()
-        self.masters_wanted: Event[int] = Event()
+        self.masters_requested: Event[int] = Event()
         self.update_expected: Event[()] = Event()
         self.update_began: Event[int] = Event()
         self.update_ended: Event[int] = Event()

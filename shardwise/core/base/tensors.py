@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,17 +32,11 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-class _OutsideInference:
-    """Context with neither inference mode nor autograd."""
-
-    def __enter__(self) -> None:
-        self._modes = torch.inference_mode(False), torch.no_grad()
-        for each in self._modes:
-            each.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for each in reversed(self._modes):
-            each.__exit__(*error)
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    """Run the block with neither inference mode nor autograd."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def ordinary_tensors() -> AbstractContextManager[None]:
@@ -52,5 +46,5 @@ def ordinary_tensors() -> AbstractContextManager[None]:
     free if neither mode is active, as in most backward passes.
     """
     if torch.is_inference_mode_enabled():
-        return _OutsideInference()
+        return _outside_inference()
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

@@ -10,6 +10,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -156,6 +157,17 @@ def boolean(name: str, value: object) -> bool:
     """
     check_type(name, value, bool, "True or False")
     return bool(value)
+
+
+def check_flags(settings: Any) -> None:
+    """Check the fields of a dataclass that have a boolean as their default.
+
+    Raises:
+        TypeError: a value is not a boolean.
+    """
+    for each in fields(settings):
+        if isinstance(each.default, bool):
+            boolean(each.name, getattr(settings, each.name))
 
 
 def as_path(name: str, value: object, what: str = "a path") -> str:

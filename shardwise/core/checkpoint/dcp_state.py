@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.core.base.validate import as_mapping
 from shardwise.core.checkpoint.formats.dcp import flattened
 from shardwise.core.comm import collectively
-from shardwise.core.engine.fragments import EngineLocalState
+from shardwise.core.engine.checkpoint_state import EngineLocalState
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.optimizer import ShardedOptimizer
 
@@ -145,7 +145,7 @@ def set_optimizer_state_dict(
         for own in names:
             there = next((group for group in nested[GROUPS] if set(own) & set(group[PARAMS])), None)
             if there is None and own:
-                raise RuntimeError(f"no group there has {own[0]}: give the state of the same optimizer")
+                raise RuntimeError(f"no param group of the state has {own[0]}: give the state of the same optimizer")
             groups.append({**(there or {}), PARAMS: list(range(at, at + len(own)))})
             at += len(own)
         optimizer.load_state_dict({STATE: state, GROUPS: groups})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.checkpoint.atomic import DISK, HIDDEN, AtomicDirectory, hidden_name, settle_leftovers
-from shardwise.core.checkpoint.format import MANIFEST, Head, has_pieces, is_file_name, read_files, read_head
+from shardwise.core.checkpoint.native_format import MANIFEST, Head, has_pieces, is_file_name, read_files, read_head
 from shardwise.core.checkpoint.source import CheckpointDamage
 
 LATEST = "latest"

@@ -11,17 +11,17 @@ from typing import Any, Literal
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.base.names import is_one_kind
+from shardwise.core.base.state_dict_names import is_one_kind
 from shardwise.core.base.validate import printable
 from shardwise.core.base.warnings import warn_user
-from shardwise.core.checkpoint.format import PIECE_BYTES
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of, renamed, with_names
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, LazySource, blocks, entries_of, renamed, with_names
 from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.optimizer_state import group_options, match_by_shape, optimizer_entries
-from shardwise.core.checkpoint.run import LocalState, RunOptimizer
+from shardwise.core.checkpoint.native_format import PIECE_BYTES
 from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo, parameter_of
+from shardwise.core.checkpoint.training_run import LocalState, RunOptimizer
 from shardwise.core.checks.param_groups import same_value
-from shardwise.core.engine.fragments import Stored
+from shardwise.core.engine.checkpoint_state import Stored
 from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import full_runs, read_part
@@ -204,7 +204,7 @@ class LoadPlan:
         return None if stored is None or self.part == "optimizer" else f"model/{stored}"
 
     def fill(self, name: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
-        """See :class:`shardwise.core.engine.fragments.Fill`."""
+        """See :class:`shardwise.core.engine.checkpoint_state.Fill`."""
         dtype = self.infos[name].dtype
         replaced: Mapping[str, int] = getattr(self.source, "replaced", {})
         if name in replaced and part is not None:
@@ -547,7 +547,7 @@ class Fit:
     """How the names and rows of a checkpoint are changed for a load.
 
     Attributes:
-        rename: see :func:`shardwise.core.checkpoint.formats.lazy.renamed`.
+        rename: see :func:`shardwise.core.checkpoint.formats.lazy_tensors.renamed`.
         rows: by name of a parameter of the model, the values of rows that the checkpoint does not have: ``"keep"``
             (unchanged), ``"zero"``, or ``"mean"`` (the mean of the checkpoint's rows). The optimizer state of new rows
             is zero; state that is not element-wise (Adafactor's factors) is dropped for the whole parameter. Surplus

@@ -12,15 +12,15 @@ import torch
 
 from shardwise.core.base import tree
 from shardwise.core.base.validate import printable
-from shardwise.core.checkpoint.bounds import checked_tree, read_json, reading, saving
-from shardwise.core.checkpoint.formats.detect import located
-from shardwise.core.checkpoint.formats.output import output_file, write_text, write_torch
+from shardwise.core.checkpoint.formats.atomic_files import output_file, write_text, write_torch
+from shardwise.core.checkpoint.formats.registry import located
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 from shardwise.core.checkpoint.formats.trainer import scheduler_files
+from shardwise.core.checkpoint.input_checks import checked_tree, read_json, reading, saving
 from shardwise.core.checkpoint.load_plan import LoadPlan
-from shardwise.core.checkpoint.options import check_scheduler
-from shardwise.core.checkpoint.run import Run, RunOptimizer
+from shardwise.core.checkpoint.plain_values import check_scheduler
 from shardwise.core.checkpoint.source import CheckpointError, StateTensors
+from shardwise.core.checkpoint.training_run import Run, RunOptimizer
 
 MOST_VALUES = 1 << 20
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.base.checksum import WORD, word_of
 from shardwise.core.base.device import Later, runs_ahead
+from shardwise.core.base.fingerprint import WORD, word_of
 from shardwise.core.comm import Group, ranks_text
 
 TEXT_LENGTH = 400

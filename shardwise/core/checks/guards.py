@@ -17,14 +17,14 @@ from shardwise.core.base.tensors import SPARSE
 from shardwise.core.base.torch_internals import running_ddp
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.broken import Broken
-from shardwise.core.checks.overlaps import check_apart
+from shardwise.core.checks.shared_storage import check_no_shared_storage
 from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.shards.chunk import Chunk, absent_value, is_absent
+from shardwise.core.shards.gather import ChunkPool
 from shardwise.core.shards.layout import Layout
-from shardwise.core.shards.pool import ChunkPool
 
 MARK = "_is_sharded"
-ASKED_BY_DDP, ASKED_BY_REPLICAS = "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel"
+READ_BY_DDP, READ_BY_DATA_PARALLEL = "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel"
 """Attributes of a module that torch's ``DistributedDataParallel`` and ``DataParallel`` ask for before they use it."""
 
 
@@ -66,7 +66,7 @@ def check_shardable(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} {tuple(param.shape)} is not gathered: the model is sharded already; build a new one"
             )
-    check_apart(model)
+    check_no_shared_storage(model)
 
 
 def _check_layouts(model: nn.Module) -> None:
@@ -117,13 +117,13 @@ def refusals_of_wrappers(model: nn.Module) -> dict[str, Any]:
             "and start one rank per GPU"
         )
 
-    return {ASKED_BY_DDP: _RefusesDDP(name), ASKED_BY_REPLICAS: refuse_replica}
+    return {READ_BY_DDP: _RefusesDDP(name), READ_BY_DATA_PARALLEL: refuse_replica}
 
 
 # [Note: Identities and their objects]
 # Modules and parameters are compared by ``id``, which takes microseconds; names would take a walk through the model. An
 # ``id`` belongs to an object only while the object lives. So every object that is identified by its ``id`` is kept
-# alive here (``_held``, ``_known``), and no later object can have the same ``id``.
+# alive here (``_kept_alive``, ``_known``), and no later object can have the same ``id``.
 class Structure:
     """The modules of ``model`` and the places of its parameters.
 
@@ -365,7 +365,7 @@ class Guards:
     Attributes:
         broken: as the argument.
         closed: the session was closed.
-        given_back: ``unshard()`` has given the parameters back to the user; the engine's values are outdated.
+        unsharded: ``unshard()`` has given the parameters back to the user; the engine's values are outdated.
         edits: writes to parameters, after :meth:`install`.
         state_dicts: states of the user's own modules, after :meth:`install`.
     """
@@ -385,7 +385,7 @@ class Guards:
     ) -> None:
         self._model, self._params, self._chunks, self._layout, self._pool = model, params, chunks, layout, pool
         self.broken, self._staged = broken, staged
-        self.closed = self.given_back = False
+        self.closed = self.unsharded = False
 
     def install(self) -> None:
         """Begin to watch the model, whose parameters are in their final places."""
@@ -417,7 +417,7 @@ class Guards:
         Raises:
             RuntimeError: ``unshard()`` has given them back.
         """
-        if self.given_back:
+        if self.unsharded:
             name = type(self._model).__name__
             raise RuntimeError(
                 f"the {name} is no longer sharded since unshard(): use the {name} itself, an ordinary module, or "
@@ -449,7 +449,7 @@ class Guards:
         """
         with self._pool.lock:  # another thread may be gathering
             self.edits.check_placed()
-            if self._pool.blocks.all_held:
+            if self._pool.blocks.all_gathered:
                 return
             if absent:
                 self.edits.check_absent()

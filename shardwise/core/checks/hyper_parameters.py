@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
-from shardwise.core.checks.description import called, group_values
+from shardwise.core.checks.build_fingerprint import called, group_values
 from shardwise.core.checks.param_groups import ParamGroups
 from shardwise.core.comm import Description, Group, differences, digest
 from shardwise.core.mesh import Mesh
@@ -37,8 +37,8 @@ class HyperParameters:
     """Compares the hyper-parameters of one optimizer between ranks.
 
     Args:
-        optimizer: The user's optimizer.
-        groups: Its param groups. While an update runs in a thread, the optimizer's own list has one tile's group.
+        groups: The param groups of the user's optimizer, whose own list has one tile's group while an update runs in a
+            thread.
         index: Its position among the engine's optimizers.
         mesh: The ranks whose updates have to be the same.
         settings: Returns further settings of the next step, made by calls on every rank (clipping).
@@ -48,7 +48,6 @@ class HyperParameters:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
         groups: ParamGroups,
         index: int,
         mesh: Mesh,
@@ -56,7 +55,7 @@ class HyperParameters:
         grad_facts: Callable[[], Mapping[str, float]],
         broken: Broken,
     ) -> None:
-        self._optimizer, self._index, self._mesh, self._settings = optimizer, index, mesh, settings
+        self._index, self._mesh, self._settings = index, mesh, settings
         self._groups, self._grad_facts, self._broken = groups, grad_facts, broken
         self._replicated = mesh.replicate.size > 1
         self._used: tuple[float, Description] = (0.0, {})
@@ -129,7 +128,7 @@ class HyperParameters:
             f"{called(self._index)}{when}": {"number of groups": len(self._groups.now), **dict(self._settings())}
         }
         for number, group in enumerate(self._groups.now):
-            values[f"{called(self._index, number)}{when}"] = group_values(self._optimizer, group)
+            values[f"{called(self._index, number)}{when}"] = group_values(self._groups.optimizer, group)
         return values
 
 

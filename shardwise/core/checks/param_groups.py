@@ -77,7 +77,7 @@ class ParamGroups:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.now = list(optimizer.param_groups)
         self._params = [list(group["params"]) for group in self.now]
 
@@ -87,7 +87,7 @@ class ParamGroups:
         Raises:
             RuntimeError: a group was added or removed, or has other parameters.
         """
-        name, groups = type(self._optimizer).__name__, self._optimizer.param_groups
+        name, groups = type(self.optimizer).__name__, self.optimizer.param_groups
         order: list[int] = []
         for position, group in enumerate(groups):
             index = self._index_of(group)
@@ -131,9 +131,9 @@ class ParamGroups:
             ValueError: see :func:`check_modes`; or an option is out of bounds.
         """
         self.order()
-        name, groups = f"optimizer {type(self._optimizer).__name__}", self._optimizer.param_groups
+        name, groups = f"optimizer {type(self.optimizer).__name__}", self.optimizer.param_groups
         check_modes(name, groups)
-        _check_bounds(name, groups, self._optimizer.defaults)
+        _check_bounds(name, groups, self.optimizer.defaults)
 
 
 def _same(params: object, before: Sequence[nn.Parameter]) -> bool:

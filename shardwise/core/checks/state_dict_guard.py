@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.core.base.names import StateNames
+from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.base.torch_internals import each_leaf, no_own_torch_function, wrapper_subclass
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.gather import ChunkPool
 from shardwise.core.shards.layout import Layout
-from shardwise.core.shards.pool import ChunkPool
 
 SAVE = (
     f"call it, on every rank, on {SHARDED_MODEL}, or inside its gathered() block; give the result to "
@@ -82,7 +82,7 @@ class StateDictGuard:
         structure: raises if modules were replaced.
 
     Attributes:
-        keeps_loads: whether writes to parameters are kept now, that is, inside ``gathered(write_back=True)``.
+        allows_loads: whether writes to parameters are kept now, that is, inside ``gathered(write_back=True)``.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StateDictGuard:
     ) -> None:
         self.model, self._params, self._pool = model, params, pool
         self._check, self._check_structure = check, structure
-        self._naming = self._giving = self.keeps_loads = False
+        self._naming = self._giving = self.allows_loads = False
         self._lacks: dict[int, str] = {}
         """By ``id`` of a parameter that this rank never has in full, not even inside ``gathered()``: the reason."""
         self._transient: dict[int, tuple[int, str]] = {}
@@ -178,11 +178,11 @@ class StateDictGuard:
         )
 
     def _before_loading(self, module: nn.Module, *_args: object) -> None:
-        if self._giving or (self.keeps_loads and self._pool.blocks.all_held):
+        if self._giving or (self.allows_loads and self._pool.blocks.all_gathered):
             return
         self._pool.settle()  # otherwise a pending renewal of the last step would overwrite loaded values
         missing = self._missing(module)
-        if not missing and self.keeps_loads:
+        if not missing and self.allows_loads:
             return
         if not missing and self._pool.blocks.any_open:
             missing = "inside gathered() without write_back=True"

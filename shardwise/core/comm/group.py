@@ -169,7 +169,7 @@ DONE: Handle = _Done()
 # With mapped memory (``one_sided_gather``), a rank reads its peers' shards while they do something else, so no shard
 # may be written while a peer reads it. The engine divides time with two fences: "before an update", which each rank
 # enters when it no longer reads (also through arrays that map the shards themselves), and "after an update", when all
-# ranks have written. In between, only the owners write and read shards (engine/values.py). A third fence, without a
+# ranks have written. In between, only the owners write and read shards (engine/parameters.py). A third fence, without a
 # phase, frees reused memory (staging). A fence does not wait for reductions, which have their own counters, so ranks
 # that have started different reductions may enter it. If gathers need their peers, a fence does nothing.
 class Group(ABC):

@@ -270,17 +270,15 @@ def _device_of(func: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> torch
 
 def _unread_first(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     """Return the first argument if the operation does not depend on its values."""
-    first = args[0] if args else None
-    tape = tape_of(first) if isinstance(first, Tensor) else None
+    first = args[0] if args and isinstance(args[0], Tensor) else None
+    tape = None if first is None else tape_of(first)
     if first is None or tape is None:
         return None
     if func._schema.name in _LIKE:
-        return first if isinstance(first, Tensor) else None
+        return first
     covers_cell = first.is_contiguous() and first.numel() * first.element_size() == tape.cell.nbytes
-    inputs = tensors_in(args[1:])
-    if func._schema.name in _OVERWRITES and covers_cell and not any(tape_of(other) is tape for other in inputs):
-        return first if isinstance(first, Tensor) else None
-    return None
+    reads_cell = any(tape_of(other) is tape for other in tensors_in(args[1:]))
+    return first if func._schema.name in _OVERWRITES and covers_cell and not reads_cell else None
 
 
 def _start_tapes(func: Any, output: Any, device: torch.device) -> list[tuple[int, Ref, Tape]]:

@@ -2,5 +2,5 @@
 
 Code belongs here if it needs several of the lower packages at once, such as an update that gathers, or a state that is
 read from all tiers. Nothing here knows about front-ends or file formats. Begin with ``engine.py`` (the parts and their
-event listeners), then read ``attachment.py`` (hooks on the model) and ``optimizer.py`` (one step).
+event listeners), then read ``model_hooks.py`` (hooks on the model) and ``optimizer.py`` (one step).
 """

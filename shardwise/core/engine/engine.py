@@ -11,26 +11,26 @@ from torch import nn
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import makes_cuda_graphs
 from shardwise.core.checks.broken import Broken
-from shardwise.core.checks.description import describe_build
+from shardwise.core.checks.build_fingerprint import describe_build
 from shardwise.core.checks.guards import Guards, check_shardable
 from shardwise.core.comm import Description, collectively
-from shardwise.core.engine.accounts import Accounts
-from shardwise.core.engine.attachment import Attachment
+from shardwise.core.engine.allocation import Storage
 from shardwise.core.engine.gradients import Gradients
+from shardwise.core.engine.memory_usage import Accounts
+from shardwise.core.engine.model_hooks import ModelHooks
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.packed_weights import check_packed, follow
+from shardwise.core.engine.param_writer import load_initial_values
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.engine.partition import Partition
-from shardwise.core.engine.storage import Storage
-from shardwise.core.engine.values import Values
-from shardwise.core.engine.writer import load_initial_values
+from shardwise.core.engine.quantized_weights import check_quantized, follow
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
+from shardwise.core.shards.gather import ChunkPool
 from shardwise.core.shards.gather_order import GatherOrderCheck
 from shardwise.core.shards.layout import make_layout, search_report
-from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.memory_meter import MemoryMeter
 from shardwise.core.shards.prefetch import GatherLimits
 from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.plan import Plan
@@ -66,7 +66,7 @@ class Engine:
         grads: gradients, from backward passes to their use by a step.
         guards: errors for wrong uses.
         values: access to all parameter values.
-        attachment: the hooks on the model.
+        model_hooks: the hooks on the model.
         accounts, meter: of the device's memory.
 
     Raises:
@@ -85,7 +85,7 @@ class Engine:
         self.meter: MemoryMeter | None = None
         self.accounts = Accounts(storage, model, plan.precision.buffer_dtype, foreseen=not staged)
         if ledger.capacity_bytes is not None:
-            self.meter = MemoryMeter(ledger, mesh.device, plan.tiers.auto, self.accounts.foreseen_bytes)
+            self.meter = MemoryMeter(ledger, mesh.device, plan.tiers.auto, self.accounts.reserved_bytes)
         self.pool = self._make_pool()
         if self.pool.has_transient and (graphs := [n for n, m in model.named_modules() if makes_cuda_graphs(m)]):
             raise ValueError(
@@ -95,22 +95,22 @@ class Engine:
             )
         self.guards = Guards(model, params, chunks, layout, self.pool, Broken(storage.roll_back), staged)
         self.grads = Gradients(self.shards, self.pool, self.guards.broken, self.meter, self.events)
-        self.values = Values(self.shards, self.pool, self.guards, self.grads, self.meter)
-        self.attachment = Attachment(self.values, self.grads, self.events)
+        self.values = ParameterValues(self.shards, self.pool, self.guards, self.grads, self.meter)
+        self.model_hooks = ModelHooks(self.values, self.grads, self.events)
         self._begun = False  # take_over() was called
         self._wire()
 
     def _wire(self) -> None:
         """Connect events with their listeners."""
         events, early, facade, plan = self.events, self.grads.early, self.grads.facade, self.shards.plan
-        events.backward_asked.listen(partial(self.guards.check_open, "backward()"))
+        events.backward_requested.listen(partial(self.guards.check_open, "backward()"))
         if self.meter is not None:
             events.forward_began.listen(lambda trains: self.accounts.look())
-            events.unit_wanted.listen(self.meter.before_use)
+            events.unit_requested.listen(self.meter.before_use)
             events.unit_ready.listen(self.meter.after_use)
         if plan.grad.update == "backward":
-            events.backward_asked.listen(early.begin_pass)
-            events.backward_asked.listen(self.values.take_edits)  # writes since the forward pass
+            events.backward_requested.listen(early.begin_pass)
+            events.backward_requested.listen(self.values.take_edits)  # writes since the forward pass
             events.result_added.listen(early.result_added)
             events.gradients_dropped.listen(early.dropped)
         events.backward_began.listen(facade.begin_pass)
@@ -122,7 +122,7 @@ class Engine:
             order = GatherOrderCheck(pool.issued, mesh.world, mesh.replicate.rank, name_of)
             self.grads.reducer.piggybacks.append(order)
         if pool.in_order and mesh.shard.starts_together and plan.comm.overlap:
-            events.unit_wanted.listen(self._pass_by)
+            events.unit_requested.listen(self._pass_by)
 
     def _pass_ended(self) -> None:
         self.pool.trace.end_pass()
@@ -133,7 +133,7 @@ class Engine:
         pool = self.pool
         # While the order is not known, a unit that is used again is reduced again, unless it was updated.
         if pool.in_training and (pool.trace.followed or not self.grads.early.active):
-            self.grads.reducer.pass_by(unit, pool.trace.rest_of_pass())
+            self.grads.reducer.pass_by(unit, pool.trace.upcoming_in_pass())
 
     # ---- set-up
 
@@ -141,7 +141,7 @@ class Engine:
         """Create the sharded form of one of the user's optimizers, which only has its ``step`` replaced."""
         optimizer = self.shards.optimizers[index]
         self.shards.partition.narrow(optimizer)
-        sharded = ShardedOptimizer(optimizer, index, scaler, self.values, self.grads, self.attachment, self.events)
+        sharded = ShardedOptimizer(optimizer, index, scaler, self.values, self.grads, self.model_hooks, self.events)
         sharded.updates.connect(self.events, self.accounts)
         return sharded
 
@@ -183,7 +183,7 @@ class Engine:
         shards.partition.install()
         if self.meter is not None:
             self.accounts.look()
-        self.attachment.install()
+        self.model_hooks.install()
 
     def _make_pool(self) -> ChunkPool:
         shards, meter = self.shards, self.meter
@@ -206,7 +206,7 @@ class Engine:
     def close(self) -> None:
         """Remove all hooks. Parameters that are not gathered stay unreadable; gather them first if needed."""
         self.guards.closed = True
-        self.attachment.remove()
+        self.model_hooks.remove()
         self.shards.partition.release()
         # Before take_over() .grad is the user's own.
         if self._begun:
@@ -228,7 +228,7 @@ def _make_shards(
 
     with collectively(mesh.mesh_group, "sharding the model", "Nothing was sharded.", describe=describe):
         whole_tensor_optimizers = [index for index, each in enumerate(optimizers) if needs_whole_tensors(each)]
-        check_packed(model)
+        check_quantized(model)
         check_shardable(model)
         partition = Partition(model, optimizers, plan, mesh)
         _check_whole_tensors(optimizers, whole_tensor_optimizers, partition, plan, mesh)

@@ -11,19 +11,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.core.base.names import StateNames
+from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.checks.state_dict_guard import StateDictGuard
-from shardwise.core.comm import Buffer, Group, Handle, collectively
+from shardwise.core.comm import Buffer, Group, Handle
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.chunk_grads import ChunkGrads
-from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 
-KEPT_NUMEL = 1 << 14
+STAGING_NUMEL = 1 << 14
 """Shards up to this number of elements use a buffer that the group keeps, one for each dtype, since creating a buffer
 takes several exchanges and a state has many small tensors."""
 
@@ -71,15 +70,15 @@ def _gather_unequal(group: Group, own: torch.Tensor, counts: Sequence[int]) -> t
 
 
 def _staging(group: Group, numel: int, dtype: torch.dtype) -> Buffer:
-    if numel > KEPT_NUMEL:
+    if numel > STAGING_NUMEL:
         return group.buffers([(numel, dtype)])[0]
     if dtype not in group.staging:
-        group.staging[dtype] = group.buffers([(KEPT_NUMEL, dtype)])[0]
+        group.staging[dtype] = group.buffers([(STAGING_NUMEL, dtype)])[0]
     group.staging[dtype].resize(numel)
     return group.staging[dtype]
 
 
-class WhenAsked:
+class LazyGather:
     """A gather that reads the peers' memory, and starts when it is waited for."""
 
     def __init__(self, start: Callable[[], Handle]) -> None:
@@ -123,7 +122,7 @@ def each_parameter(
         index, span = where[param]
         gather: Callable[[], T] | None = None
         if index not in loaded or mesh.tensor.size > 1:
-            with collectively(mesh.stage_group, doing, READ_AGAIN, DiskError, shards.storage.uses_disk):
+            with shards.storage.disk_access(doing, READ_AGAIN, mesh.stage_group):
                 gather = load(index) if index not in loaded else None
         if gather is not None:
             loaded[index] = gather()
@@ -170,10 +169,10 @@ def _across_stages(
     kinds = {index: str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
     for place, rank, kind in first_owners(shards, kinds, "what stages have"):
         # The ranks of a stage agree on what they read; the other stages learn of it here.
-        with collectively(mesh.mesh_group, READING, READ_AGAIN, DiskError, shards.storage.uses_disk):
+        with shards.storage.disk_access(READING, READ_AGAIN):
             value = next(own)[1] if table.index.get(place) in dtypes else None
         if value is None or rank != mesh.pipeline.rank:
-            value = torch.empty(table.facts[place].whole, dtype=getattr(torch, kind), device=mesh.device)
+            value = torch.empty(table.facts[place].full_shape, dtype=getattr(torch, kind), device=mesh.device)
         value = value.contiguous()
         mesh.pipeline.broadcast(value, rank)
         yield place, value
@@ -198,14 +197,14 @@ def first_owners(shards: ModelShards, values: Mapping[int, Any], what: str) -> l
 
 def full_buffers_and_extra(shards: ModelShards, state_dicts: StateDictGuard) -> Iterator[tuple[str, Any]]:
     """Yield buffers and extra state of the whole model by name. Collective."""
-    own, mesh = state_dicts.names().others, shards.mesh
+    own, mesh = state_dicts.names().buffers_and_extra, shards.mesh
     outlines = shards.partition.table.names
     if outlines is None:
         for name, value in own.items():
             yield name, value.detach() if isinstance(value, torch.Tensor) else value
         return
     posts = mesh.pipeline.exchange_object(sorted(own), "what stages have")
-    for name, outline in outlines.others.items():
+    for name, outline in outlines.buffers_and_extra.items():
         rank = next(rank for rank, post in enumerate(posts) if name in post)
         if isinstance(outline, torch.Tensor):
             value = own[name].detach().clone() if name in own else torch.empty_like(outline, device=mesh.device)

@@ -27,11 +27,11 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import Group
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.engine.full_values import gather_parts
+from shardwise.core.engine.model_parallel_norm import in_shard, is_divided
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.engine.norm_parts import in_shard, is_divided
+from shardwise.core.grads.backward_passes import BackwardPasses
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import each_norm
-from shardwise.core.grads.passes import BackwardPasses
 from shardwise.core.grads.reducer import StepCounts
 from shardwise.core.grads.sharded_grad import ShardedGrad
 
@@ -294,7 +294,7 @@ class GradFacade:
         for state in self._states:
             for at in state.used_globally if reduced else state.used_globally | state.filled:
                 entry = self._by_index[state.spec.slots[at].param]
-                if entry.param.grad is entry.shown:  # otherwise assigned since: reduce_rest()
+                if entry.param.grad is entry.shown:  # otherwise assigned since: reduce_unreduced()
                     self._show(entry)
 
     @staticmethod
@@ -453,7 +453,7 @@ class GradFacade:
         """
         self.check_caller(index, what)
         with self._collective(index, what):
-            self._passes.reduce_due()
+            self._passes.reduce_if_due()
         if why := self._why_not(index):
             raise RuntimeError(f"{what} of {self.name(index)}.grad {why}")
 

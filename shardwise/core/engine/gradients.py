@@ -12,12 +12,12 @@ from shardwise.core.checks.batches import SameBatches
 from shardwise.core.checks.broken import Broken
 from shardwise.core.engine.grad_facade import GradFacade
 from shardwise.core.engine.model_shards import ModelShards
+from shardwise.core.grads.backward_passes import BackwardPasses
 from shardwise.core.grads.chunk_grads import ChunkGrads
-from shardwise.core.grads.passes import BackwardPasses
 from shardwise.core.grads.reducer import Reducer, StepCounts
-from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.update.early import EarlyObserver
+from shardwise.core.shards.gather import ChunkPool
+from shardwise.core.shards.memory_meter import MemoryMeter
+from shardwise.core.update.optimizer_in_backward import EarlyObserver
 
 Arrived = tuple[ChunkGrads, int, torch.Tensor]
 """State, slot and gradient of one parameter."""

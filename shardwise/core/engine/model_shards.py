@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from shardwise.core.comm import ModelId
+from shardwise.core.engine.allocation import Storage
 from shardwise.core.engine.partition import Partition
-from shardwise.core.engine.storage import Storage
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import Layout
-from shardwise.core.update.masters import ChunkState
+from shardwise.core.update.master_weights import ChunkState
 from shardwise.plan import Plan
 
 

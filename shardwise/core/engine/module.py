@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.base.attributes import TransparentModule
-from shardwise.core.base.names import StateNames
+from shardwise.core.base.module_wrapper import TransparentModule
+from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.checks.collective_calls import collective
-from shardwise.core.engine.accounts import MemoryReport
-from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.full_values import full_buffers_and_extra, full_values, state_names
-from shardwise.core.engine.loading import load_full
-from shardwise.core.engine.values import Values
+from shardwise.core.engine.load_state_dict import load_full
+from shardwise.core.engine.memory_usage import MemoryReport
+from shardwise.core.engine.model_hooks import ModelHooks
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.memory.trace.stats import MemStats
 
-ASKED_BY_TORCH = "_fqn_modifiers"
+READ_BY_TORCH = "_fqn_modifiers"
 """The attribute that torch's functions for states read first; they would use wrong names."""
 
 
@@ -28,22 +28,22 @@ class ShardedModule(TransparentModule):
 
     Args:
         values: of the model.
-        attachment: the hooks on the model.
+        model_hooks: the hooks on the model.
         report: returns the bytes of model data on this rank.
 
     Attributes:
         sharded_values, sharded_hooks, sharded_memory: the arguments, under names that shadow none of the module.
     """
 
-    sharded_values: Values
-    sharded_hooks: Attachment
+    sharded_values: ParameterValues
+    sharded_hooks: ModelHooks
     sharded_memory: Callable[[], MemoryReport]
 
-    def __init__(self, values: Values, attachment: Attachment, report: Callable[[], MemoryReport]) -> None:
+    def __init__(self, values: ParameterValues, model_hooks: ModelHooks, report: Callable[[], MemoryReport]) -> None:
         super().__init__()
         self.module = values.shards.model
         # Past __setattr__, which would give them to the user's module.
-        self.__dict__.update(sharded_values=values, sharded_hooks=attachment, sharded_memory=report)
+        self.__dict__.update(sharded_values=values, sharded_hooks=model_hooks, sharded_memory=report)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module on the (cast) arguments."""
@@ -86,7 +86,7 @@ class ShardedModule(TransparentModule):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name == ASKED_BY_TORCH:
+        if name == READ_BY_TORCH:
             raise RuntimeError(
                 f"torch.distributed.checkpoint.state_dict does not support {type(self).__name__}: use the functions of "
                 "the same names in shardwise.pytorch.state_dict"
@@ -185,7 +185,7 @@ class ShardedModule(TransparentModule):
         outlines = [
             params[table.index[place]]
             if place in table.index and fact.part is None
-            else torch.empty(fact.whole, dtype=fact.dtype, device="meta")
+            else torch.empty(fact.full_shape, dtype=fact.dtype, device="meta")
             for place, fact in enumerate(table.facts)
         ]
         return self._state_names().layout(outlines)

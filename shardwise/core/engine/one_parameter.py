@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checksum import sample_words
+from shardwise.core.base.fingerprint import sample_words
 from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import LOAD, READ_AGAIN, READING, READING_STATE, WRITING_STATE, gather_parts
 from shardwise.core.engine.gradients import Gradients
+from shardwise.core.engine.mixed_precision import map_tensors
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.values import Values
-from shardwise.core.engine.writer import ValueWriter
-from shardwise.core.memory.disk.errors import DiskError
+from shardwise.core.engine.param_writer import ParamWriter
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.update.tiles import ParamShard
 
 
@@ -37,7 +37,9 @@ class OneParameter:
         index: of the parameter, in the order of the session's ``params``.
     """
 
-    def __init__(self, values: Values, grads: Gradients, optimizers: Sequence[ShardedOptimizer], index: int) -> None:
+    def __init__(
+        self, values: ParameterValues, grads: Gradients, optimizers: Sequence[ShardedOptimizer], index: int
+    ) -> None:
         self._values, self._grads, self.index = values, grads, index
         self._shards, self._guards, self._mesh = values.shards, values.guards, values.shards.mesh
         chunk_index, self._slot = self._shards.layout.where[index]
@@ -67,17 +69,16 @@ class OneParameter:
 
     def value(self, own: bool = False) -> torch.Tensor:
         """Return a copy of the full value, or of this rank's shard (1-D, may be empty), on the device."""
-        return self._read() if own else self._read_whole()
+        return self._read() if own else self._read_full()
 
     @collective("reading a parameter")
-    def _read_whole(self) -> torch.Tensor:
+    def _read_full(self) -> torch.Tensor:
         return self._gather(self._read())
 
     def _read(self) -> torch.Tensor:
         """Return this rank's shard."""
         self._values.settle(f"reading {self.name}")
-        needed = self._shards.storage.uses_disk
-        with collectively(self._mesh.stage_group, READING, READ_AGAIN, DiskError, needed), ExitStack() as stack:
+        with self._shards.storage.disk_access(READING, READ_AGAIN, self._mesh.stage_group), ExitStack() as stack:
             state = self._shards.states.get(self._chunk.spec.index)
             shard = None if state is None else stack.enter_context(state.opened())
             if shard is None:
@@ -109,7 +110,7 @@ class OneParameter:
         values.make_current(f"writing {self.name}")
         values.before_update()
         with self._guards.broken.replacing(f"writing {self.name}", [PARAMETERS]):
-            with ValueWriter(self._shards.storage) as writer:
+            with ParamWriter(self._shards.storage) as writer:
                 writer.store(self.index, new, local=True)
             values.publish(everything=True)
 
@@ -196,9 +197,8 @@ class OneParameter:
         if self._optimizer is None:
             return None
         self._values.make_current(f"reading the state of {self.name}")
-        needed = self._shards.storage.uses_disk
         kinds, parts = dict[str, Any](), list[torch.Tensor]()
-        with collectively(self._mesh.stage_group, READING_STATE, READ_AGAIN, DiskError, needed):
+        with self._shards.storage.disk_access(READING_STATE, READ_AGAIN, self._mesh.stage_group):
             for _, piece, state in self._pieces(self._optimizer):
                 kinds = {name: self._kind(value, piece) for name, value in state.items()}
                 if isinstance(kinds.get(key), str):
@@ -250,8 +250,7 @@ class OneParameter:
         new = self._compared(value, own, f"the state {key!r}").reshape(-1)
         new = new if own else new[self._first : self._first + self._numel]
         storage = self._shards.storage
-        write_together = collectively(self._mesh.mesh_group, WRITING_STATE, LOAD, DiskError, storage.uses_disk)
-        with optimizer.updates.replacing_state(), write_together:
+        with optimizer.updates.replacing_state(), storage.disk_access(WRITING_STATE, LOAD):
             for position, piece, _ in self._pieces(optimizer):
                 part = new[piece.offset - self._first : piece.offset - self._first + piece.end - piece.start]
                 self._rewrite(optimizer, position, piece, key, part)
@@ -266,7 +265,7 @@ class OneParameter:
         with updates.opened(position):
             entries = [dict(states.get(one.value, {})) for one in tile.pieces]
             if tile.state.on_disk:  # its buffers are reused after the block
-                entries = [{name: _copy(each) for name, each in entry.items()} for entry in entries]
+                entries = map_tensors(entries, torch.Tensor.clone)
         own = entries[tile.pieces.index(piece)]
         if own:
             own[key] = own[key].clone().copy_(part.view(own[key].shape))
@@ -280,7 +279,3 @@ class OneParameter:
                     with optimizer.updates.opened(position):
                         state = dict(optimizer.state.get(piece.value, {}))
                         yield position, piece, state
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.attributes import attribute_of
 from shardwise.core.base.device import runs_ahead
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
+from shardwise.core.base.module_wrapper import attribute_of
 from shardwise.core.base.validate import SHARDED_MODEL, check_tensor, number
 from shardwise.core.base.warnings import called_by, warn_user
 from shardwise.core.checks.broken import state_of
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.checks.hyper_parameters import HyperParameters
-from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.gradients import Gradients
-from shardwise.core.engine.norm_parts import Counting
+from shardwise.core.engine.model_hooks import ModelHooks
+from shardwise.core.engine.model_parallel_norm import ModelParallelNorm
 from shardwise.core.engine.optimizer_state import OptimizerState
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.engine.user_optimizer import after_hooks, redirect
-from shardwise.core.engine.values import Values
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import LateNorm, TileNorm, clip_factor, global_norm
 from shardwise.core.grads.scaler import LossScaler
@@ -45,7 +45,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler: the loss scale, or ``None``.
         values: of the model.
         grads: of the model.
-        attachment: the hooks on the model.
+        model_hooks: the hooks on the model.
         events: notified of updates.
 
     Attributes:
@@ -59,19 +59,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         index: int,
         scaler: LossScaler | None,
-        values: Values,
+        values: ParameterValues,
         grads: Gradients,
-        attachment: Attachment,
+        model_hooks: ModelHooks,
         events: Events,
     ) -> None:
         # Optimizer.__init__ is not called: it would build param groups of its own.
         self.optimizer, self.index, self.scaler = optimizer, index, scaler
-        self._values, self._grads, self._attachment, self._events = values, grads, attachment, events
+        self._values, self._grads, self._model_hooks, self._events = values, grads, model_hooks, events
         shards = self._shards = values.shards
         self._mesh = shards.mesh
         self._states = [s for s in grads.states.values() if s.spec.optimizer == index]
         parts = shards.mesh.model_parallel
-        self._counting = Counting(shards, parts, grads.batches, self._states) if parts is not None else None
+        self._model_parallel_norm = (
+            ModelParallelNorm(shards, parts, grads.batches, self._states) if parts is not None else None
+        )
         self.updates = TileUpdates(optimizer, index, shards, self._states, values.guards.broken, grads.early)
         self.full_state = OptimizerState(shards, optimizer, index, self.updates)
         self._early = self.updates.early() if shards.plan.grad.update == "backward" else None
@@ -104,7 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return [*limit, *grads.facade.settings.get(index, ())]
 
         groups, broken = self.updates.stepper.param_groups, self._values.guards.broken
-        settings = HyperParameters(self.optimizer, groups, index, self._mesh, calls, made_of, broken)
+        settings = HyperParameters(groups, index, self._mesh, calls, made_of, broken)
         grads.reducer.piggybacks.append(settings)
         return settings
 
@@ -145,11 +147,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def unwrap(self) -> torch.optim.Optimizer:
         """Return the user's own optimizer. Step this one instead."""
         return self.optimizer
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The model's parameters in the groups, in order."""
-        return [param for group in self.param_groups for param in group["params"]]
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -192,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grads, guards, norm_type = self._grads, self._values.guards, self._shards.plan.grad.norm_type
         guards.check_open(f"step() of the {type(self.optimizer).__name__}")
         if closure is None and grads.passes.unreduced:
-            grads.passes.reduce_rest()  # the hooks see the gradients of this step
+            grads.passes.reduce_unreduced()  # the hooks see the gradients of this step
         # A hook may limit gradients: an overflow from before it still skips the step, as with torch's GradScaler.
         scaled = self.scaler is not None and has_pre_hooks(self.optimizer)
         overflow = scaled and not all(bool(torch.isfinite(each).all()) for each in self._reduced())
@@ -200,8 +197,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         run_pre_hooks(self.optimizer)
         with torch.enable_grad():
             value = closure() if closure is not None else None
-        if self._attachment.hooks is not None:
-            self._attachment.hooks.unwind()
+        if self._model_hooks.hooks is not None:
+            self._model_hooks.hooks.unwind()
         guards.check_sharded()
         refusal = self._refusal()
         # A scheduler that steps next should not warn that the optimizer never did.
@@ -230,7 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update(factor)
         # The scale may change only now: these gradients were made with the old one.
         if self.scaler is not None and (
-            norm or self._counting is not None or any(s.used_globally for s in self._states)
+            norm or self._model_parallel_norm is not None or any(s.used_globally for s in self._states)
         ):
             self.scaler.update(overflow=False)
         self.skipped_because = None
@@ -255,7 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.updates.stepper.param_groups.check()
             self._values.take_edits(self.index)
         except Exception as error:
-            if self._counting is None:
+            if self._model_parallel_norm is None:
                 raise
             return error
         return None
@@ -306,15 +303,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._grads.facade.stale.note(self.index, self._states)
         self._grads.drop(self.index)
 
-    def close(self, given_back: bool = False) -> None:
+    def close(self, unsharded: bool = False) -> None:
         """Stop updates. The state of the user's optimizer stays sharded, and its own ``step`` is refused. Idempotent.
 
         Args:
-            given_back: the model's parameters have their values again.
+            unsharded: the model's parameters have their values again.
         """
         if self._early is not None:
             self._early.close()
-        self.updates.close(given_back)
+        self.updates.stepper.close(unsharded or all(chunk.resident for chunk in self._shards.chunks))
         vars(self.optimizer).pop("zero_grad", None)  # the class's method applies again
 
     # ---- backward passes
@@ -423,7 +420,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Gradients that the user assigned to ``.grad`` are taken over first.
         """
-        self._grads.passes.reduce_rest()
+        self._grads.passes.reduce_unreduced()
         self._grads.facade.collect()
         return self._grads.facade.divisor(self.index)
 
@@ -433,7 +430,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _global_norm(
         self, p: float, inverse: float, known: Sequence[float] = (), refusal: Exception | None = None
     ) -> float:
-        parts = self._counting.others(self._settings, refusal) if self._counting is not None else None
+        parts = (
+            self._model_parallel_norm.parts(self._settings, refusal) if self._model_parallel_norm is not None else None
+        )
         return global_norm(self._reduced(), p, self._ask, inverse, known, parts)
 
     def _ask(self, mine: float, largest: bool) -> float:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardwise.core.base.checksum import sample_words
+from shardwise.core.base.fingerprint import sample_words
 from shardwise.core.base.validate import as_mapping
-from shardwise.core.checks.description import described, group_values
+from shardwise.core.checks.build_fingerprint import described, group_values
 from shardwise.core.checks.param_groups import check_modes
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import (
@@ -29,7 +28,6 @@ from shardwise.core.engine.full_values import (
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.grads.scaler import LossScaler
-from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.core.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.core.optim.whole_tensors import counted
@@ -75,15 +73,12 @@ class OptimizerState:
 
     def adopt(self) -> None:
         """Shard the state that the optimizer had before the build (Adagrad, a resumed run)."""
-        with self._all_write("Repair the disk and build again."):
+        with self._shards.storage.disk_access(WRITING_STATE, "Repair the disk and build again."):
             for position, tile in enumerate(self._updates.tiles):
                 if any(piece.param in self._prior for piece in tile.pieces):
                     self._updates.replace(position, self._completed(position, self._prior_of(position)))
         self._shards.storage.commit()
         self._prior = {}
-
-    def _all_write(self, outcome: str) -> AbstractContextManager[None]:
-        return collectively(self._mesh.mesh_group, WRITING_STATE, outcome, DiskError, self._updates.uses_disk)
 
     def _prior_of(self, position: int) -> list[dict[str, Any] | None]:
         """Return the earlier state of a tile's parameters; ``None`` on the meta device if the optimizer's constructor
@@ -116,8 +111,8 @@ class OptimizerState:
 
     def _cut(self, piece: ParamShard, full: dict[str, Any]) -> dict[str, Any]:
         fact = self._shards.layout.facts[piece.param]
-        name, shape, part, numel = fact.names[0], fact.whole, fact.part, piece.end - piece.start
-        unsplit = self._shards.layout.chunks[self._shards.layout.where[piece.param][0]].whole
+        name, shape, part, numel = fact.names[0], fact.full_shape, fact.part, piece.end - piece.start
+        unsplit = self._shards.layout.chunks[self._shards.layout.where[piece.param][0]].unsplit
         cut: dict[str, Any] = {}
         for key, value in flat(full).items():
             if not isinstance(value, torch.Tensor):
@@ -177,9 +172,8 @@ class OptimizerState:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each parameter's state by place, from the stages that have it. Collective."""
         table, pipeline = self._table, self._mesh.pipeline
-        uses_disk = self._shards.storage.uses_disk
         # A stage agrees on each read; the other stages learn of failures here.
-        with collectively(self._mesh.mesh_group, READING_STATE, READ_AGAIN, DiskError, uses_disk):
+        with self._shards.storage.disk_access(READING_STATE, READ_AGAIN):
             entries = dict(own)
         for place, rank, kinds in first_owners(self._shards, described, "optimizer state"):
             entry: dict[str, Any] = {}
@@ -190,16 +184,13 @@ class OptimizerState:
                 if rank == pipeline.rank:
                     value = entries[place][key].to(self._mesh.device)
                 else:
-                    value = self._room(kind, table.facts[place].whole)
+                    value = self._room(kind, table.facts[place].full_shape)
                 pipeline.broadcast(value, rank)
                 entry[key] = value.cpu() if needed else None
             yield place, entry
 
     def _own_entries(self, described: _Described, needed: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the full state of this rank's parameters by place."""
-        positions: dict[int, list[int]] = {}
-        for position, tile in enumerate(self._updates.tiles):
-            positions.setdefault(tile.chunk.spec.index, []).append(position)
         specs, where = self._shards.layout.chunks, self._shards.layout.where
         trained = {spec.index for spec in specs if spec.trainable and spec.optimizer == self.index}
         own = [param for param, (index, _) in enumerate(where) if index in trained]
@@ -209,7 +200,7 @@ class OptimizerState:
             entries = (described.get(slot.param, {}) for slot in chunk.spec.slots)
             kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
             dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
-            return partial(self._gather, chunk, self._read(chunk, positions.get(index, []), dtypes), needed)
+            return partial(self._gather, chunk, self._read(chunk, dtypes), needed)
 
         for param, span, full in each_parameter(self._shards, own, READING_STATE, load):
             entry = described.get(param)
@@ -301,10 +292,10 @@ class OptimizerState:
                     entry[key] = ["tensor", value.tolist(), str(value.dtype)]
         return "", entries
 
-    def _read(self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    def _read(self, chunk: Chunk, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
         """Return this rank's shard of one chunk's element-wise state by key; zero for parameters without state."""
         shards = {key: torch.zeros(chunk.shard_numel, dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
-        for position in positions:
+        for position in self._updates.positions.get(chunk.spec.index, ()):
             with self._updates.opened(position):
                 for piece in self._updates.tiles[position].pieces:
                     state = flat(self.optimizer.state.get(piece.value, {}))
@@ -337,7 +328,7 @@ class OptimizerState:
             if trial is not None and "scaler" in full:
                 trial.load_state_dict(full["scaler"])
             new = self._new(full, numbers)
-        with self._updates.replacing_state(), self._all_write(LOAD):
+        with self._updates.replacing_state(), self._shards.storage.disk_access(WRITING_STATE, LOAD):
             self.optimizer.state.clear()
             for position, states in enumerate(new):
                 self._updates.replace(position, self._own(full, numbers, position) if states is None else states)
@@ -373,7 +364,8 @@ class OptimizerState:
                 f"groups of {[len(own) for own in places]}; load it into an optimizer with the same groups"
             )
         check_modes(f"the state of a {type(self.optimizer).__name__}", theirs)
-        check_full_state(self.optimizer, full, [[self._table.facts[place].whole for place in own] for own in places])
+        facts = self._table.facts
+        check_full_state(self.optimizer, full, [[facts[place].full_shape for place in own] for own in places])
         return dict(zip((p for own in places for p in own), (n for g in theirs for n in g["params"]), strict=True))
 
     def _new(self, full: dict[str, Any], numbers: dict[int, int]) -> list[list[dict[str, Any] | None] | None]:

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from shardwise.core.base.names import StateNames
+from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.deferred.construction import is_deferred
-from shardwise.core.engine.casts import dtype_of_buffer
+from shardwise.core.engine.mixed_precision import dtype_of_buffer
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import SharedGradients, Staging, stage_model
 from shardwise.core.parallel.sequence import Sequences, share_sequences
@@ -55,7 +55,7 @@ class Partition:
 
     Attributes:
         tp_plan: tensor parallelism of layers, or ``None``.
-        draws: synchronises random numbers of tensor-parallel ranks, or ``None``.
+        rng_alignment: synchronises random numbers of tensor-parallel ranks, or ``None``.
         staging: pipeline stages, or ``None``.
         sequences: sequence parallelism, or ``None``.
         every: all parameters of the model with their facts, until :meth:`install`.
@@ -73,13 +73,13 @@ class Partition:
         self.staging: Staging | None = None
         self.sequences: Sequences | None = None
         self.shared: SharedGradients | None = None
-        self.draws: RngAlignment | None = None
+        self.rng_alignment: RngAlignment | None = None
         self._wire = mesh.wire
         compress = plan.comm.compress is not None
         if mesh.tensor.size > 1:
             axis = Axis(mesh.tensor, compress)
             self.tp_plan = cut_model(model, axis, plan.tensor)
-            self.draws = RngAlignment(model, axis, mesh.device)
+            self.rng_alignment = RngAlignment(model, axis, mesh.device)
         facts = parameter_facts(every, model, optimizers, plan, self.tp_plan)
         wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
         if wide:
@@ -112,7 +112,7 @@ class Partition:
             self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size, compress)
         own = [(p, f) for p, f in self.every if self.owns(p)]
         self.params: list[nn.Parameter] = [param for param, _ in own]
-        self.facts: list[ParamInfo] = [self._counted(param, fact) for param, fact in own]
+        self.facts: list[ParamInfo] = [replace(fact, earlier=self._on_earlier_stage(param)) for param, fact in own]
         place = {id(param): at for at, param in enumerate(every)}
         groups = [[[place[id(p)] for p in g["params"] if id(p) in place] for g in o.param_groups] for o in optimizers]
         self.table = ParamTable(
@@ -126,10 +126,8 @@ class Partition:
         """Whether this rank has any part of it."""
         return self.staging is None or self.staging.owns(param)
 
-    def _counted(self, param: nn.Parameter, fact: ParamInfo) -> ParamInfo:
-        """Return the fact, marked if a rank of an earlier stage has the parameter, too."""
-        earlier = self.staging is not None and self.staging.ranks_of(param)[0] != self.staging.rank
-        return replace(fact, earlier=True) if earlier else fact
+    def _on_earlier_stage(self, param: nn.Parameter) -> bool:
+        return self.staging is not None and self.staging.ranks_of(param)[0] != self.staging.rank
 
     def narrow(self, optimizer: torch.optim.Optimizer) -> None:
         """Remove other stages' parameters from the optimizer's groups."""
@@ -142,8 +140,8 @@ class Partition:
             self.sequences.install()
         if self.tp_plan is not None:
             self.tp_plan.install()
-        if self.draws is not None:
-            self.draws.align()
+        if self.rng_alignment is not None:
+            self.rng_alignment.align()
         if self.staging is not None:
             self.staging.install()
             self.staging.forget()
@@ -167,16 +165,9 @@ def _names(model: nn.Module, every: Sequence[nn.Parameter], staged: bool) -> Sta
     if not staged or names is None:
         return None
     # Without values of buffers, which only other ranks may have.
-    extra = {n: v.detach().to("meta") if isinstance(v, torch.Tensor) else None for n, v in names.others.items()}
-    return replace(names, others=extra)
-
-
-def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return all names in ``model`` by ``id`` of the parameter."""
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return {key: tuple(value) for key, value in names.items()}
+    own = names.buffers_and_extra.items()
+    outlines = {name: value.detach().to("meta") if isinstance(value, torch.Tensor) else None for name, value in own}
+    return replace(names, buffers_and_extra=outlines)
 
 
 def parameter_facts(
@@ -191,7 +182,9 @@ def parameter_facts(
     Raises:
         ValueError: an optimizer has a tensor that is not a parameter of the model, or two have the same one.
     """
-    names, norm_dtypes = all_names(model), _norm_dtypes(model, plan.precision)
+    names, norm_dtypes = dict[int, list[str]](), _norm_dtypes(model, plan.precision)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
     owners: dict[int, tuple[int, int]] = {}
     for optimizer_index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
@@ -212,7 +205,7 @@ def parameter_facts(
         dtype = norm_dtypes.get(id(param), dtype)
         part = tp_plan.part_of(param) if tp_plan is not None else None
         shape = param.shape if part is None else part.shape
-        known = (names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index)
+        known = (tuple(names[id(param)]), shape, dtype, param.requires_grad, optimizer_index, group_index)
         facts.append(ParamInfo(*known, part=part))
     return facts
 

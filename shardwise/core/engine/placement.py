@@ -1,6 +1,6 @@
 """Where each chunk's data is kept and in which dtypes: one table, made once by a pure function of plan and layout.
 
-:class:`~shardwise.core.engine.storage.Storage` reads the table and allocates. Nothing decides after it.
+:class:`~shardwise.core.engine.allocation.Storage` reads the table and allocates. Nothing decides after it.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def _disk_buffers(plan: Plan, chunks: Sequence[ChunkPlacement]) -> DiskBuffers:
         # One is in use and one is written, if there are as many; the others are for gathers and reads ahead.
         gathers=max(disk.param_buffers, 2, 1 + renewals) - renewals if shards else 0,
         renewals=renewals,
-        value_bytes=max(((tile.end - tile.start) * dtype.itemsize for tile, dtype in tiles if dtype), default=0),
+        value_bytes=max((tile.numel * dtype.itemsize for tile, dtype in tiles if dtype), default=0),
         values=disk.state_buffers * len({each.spec.optimizer for each in masters}) if tiles else 0,
     )
 

@@ -18,7 +18,7 @@ from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import point
 from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.comm import PeerError, collectively
-from shardwise.core.engine.accounts import Accounts
+from shardwise.core.engine.memory_usage import Accounts
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.memory.disk.errors import DiskError
@@ -26,7 +26,7 @@ from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
-from shardwise.core.update.early import EarlyObserver, EarlyUpdates
+from shardwise.core.update.optimizer_in_backward import EarlyObserver, EarlyUpdates
 from shardwise.core.update.tiles import (
     ParamShard,
     TileStepper,
@@ -114,14 +114,14 @@ class StateOffload:
 
     def _tensors(self, tiles: Sequence[UpdateTile]) -> list[torch.Tensor]:
         """Return state of more than one element, each tensor once, without tensors that were on the host before."""
-        found = dict[int, torch.Tensor]()
+        tensors = dict[int, torch.Tensor]()
         for piece in (piece for tile in tiles for piece in tile.pieces):
             for each in tensors_of([*self._optimizer.state.get(piece.value, {}).values()]):
                 if each.shape == piece.value.shape or each.numel() > 1:
-                    found[id(each)] = each
+                    tensors[id(each)] = each
         for each in self._host_before:
-            found.pop(id(each), None)
-        return list(found.values())
+            tensors.pop(id(each), None)
+        return list(tensors.values())
 
     @torch.no_grad()
     def move(self, tiles: Sequence[UpdateTile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
@@ -162,6 +162,7 @@ class TileUpdates:
 
     Attributes:
         tiles: all of them, in the order of updates.
+        positions: in ``tiles``, by chunk index.
         stepper: makes the updates.
         uses_disk: whether any rank has parameters or state of this optimizer on a disk.
         offload_state: moves masters and state to host memory for a while.
@@ -180,7 +181,7 @@ class TileUpdates:
         self._shards, self._broken, self._observer = shards, broken, early
         storage, plan = shards.storage, shards.plan
         self.optimizer, self._index, self._grads = optimizer, index, grads
-        self.tiles: list[UpdateTile] = []
+        self.tiles, self.positions = list[UpdateTile](), dict[int, range]()
         self._disk: dict[int, DiskTile] = {}
         """Tiles on a disk by position among all tiles."""
         placement = storage.placement
@@ -191,6 +192,8 @@ class TileUpdates:
         for each in grads:
             state = shards.states[each.spec.index]
             tiles = make_tiles(each, state, placement.chunks[each.spec.index].tiles)
+            if tiles:
+                self.positions[each.spec.index] = range(len(self.tiles), len(self.tiles) + len(tiles))
             if state.store is not None:
                 for at, (tile, record) in enumerate(zip(tiles, state.values, strict=True), len(self.tiles)):
                     self._disk[at] = DiskTile(tile, state.store, record, optimizer, self._sizes, self._make_room)
@@ -220,9 +223,9 @@ class TileUpdates:
         """Listen to ``events``, and register state and scratch memory with ``accounts``."""
         accounts.steppers.append(self.stepper)
         if self._disk:
-            events.masters_wanted.listen(self._give_back)
+            events.masters_requested.listen(self._give_back)
             events.update_expected.listen(self._visits.read_ahead)
-        events.backward_asked.listen(self.offload_state.check)
+        events.backward_requested.listen(self.offload_state.check)
 
     def expected_bytes(self, tier: Tier) -> int:
         """Return the bytes of state in ``tier`` after a step of every parameter, measured by a step of a dummy
@@ -251,7 +254,7 @@ class TileUpdates:
         """Reserve buffers for the state of the largest tile, when the size of the optimizer's state is known."""
         disk, store = self._shards.plan.tiers.disk, self._shards.storage.store
         if element_bytes > self._roomy and disk is not None and store is not None:
-            largest = max(each.tile.end - each.tile.start for each in self._disk.values())
+            largest = max(each.tile.numel for each in self._disk.values())
             # Each key's tensors begin on a cache line.
             self._sizes.state_bytes = largest * element_bytes + 4096
             store.reserve(disk.state_buffers, self._sizes.state_bytes)
@@ -282,13 +285,11 @@ class TileUpdates:
         """
         storage, early, self.moved = self._shards.storage, self._updates_early, True
         grads_of = {each.spec.index: each for each in self._grads}
-        by_chunk: dict[int, list[UpdateTile]] = {}
-        for tile in self.tiles:
-            if tile.state.tier is Tier.HOST:
-                by_chunk.setdefault(tile.chunk.spec.index, []).append(tile)
         moved = 0
-        for index, own in by_chunk.items():
-            state, grads = self._shards.states[index], grads_of[index]
+        for index, positions in self.positions.items():
+            own, state, grads = [self.tiles[at] for at in positions], self._shards.states[index], grads_of[index]
+            if state.tier is not Tier.HOST:
+                continue
             entries = [self.optimizer.state.get(piece.value, {}) for tile in own for piece in tile.pieces]
             itemsize = (state.dtype or state.chunk.spec.dtype).itemsize + grads.accumulate_dtype.itemsize
             size = state.chunk.shard_numel * itemsize + sum(value.nbytes for value in tensors_of(entries))
@@ -319,13 +320,11 @@ class TileUpdates:
 
     def early(self) -> EarlyUpdates:
         """Create the updates during backward; of parameters on a disk only if their state is there, too."""
-        by_chunk: dict[int, list[DiskTile]] = {}
-        for each in self._disk.values():
-            by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
+        on_disk = {index: [self._disk[at] for at in own if at in self._disk] for index, own in self.positions.items()}
         return EarlyUpdates(
             self.stepper,
             self._in_memory,
-            by_chunk,
+            {index: tiles for index, tiles in on_disk.items() if tiles},
             self._visits,
             self._shards.storage.new_shards,
             self._shards.plan.grad.norm_type,
@@ -405,10 +404,6 @@ class TileUpdates:
             with _for_update(of_chunk[0]) as shard:
                 for tile in of_chunk:
                     update([(tile, shard)])
-
-    def close(self, given_back: bool) -> None:
-        """See :meth:`ShardedOptimizer.close`."""
-        self.stepper.close(given_back or all(chunk.resident for chunk in self._shards.chunks))
 
 
 def _for_update(tile: UpdateTile) -> AbstractContextManager[torch.Tensor]:

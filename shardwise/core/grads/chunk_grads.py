@@ -1,19 +1,21 @@
 """Gradients of one chunk: the bucket that backward fills, and this rank's reduced shard, which the update reads.
 
-:class:`ChunkGrads` holds them and their state. ``reducer.py`` shares buckets among chunks, and decides when a chunk is
-reduced.
+:class:`ChunkGrads` holds them and their state; :class:`GradOffload` copies shards to the host. ``reducer.py`` shares
+buckets among chunks, and decides when a chunk is reduced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
-from shardwise.core.base.states import Table
+from shardwise.core.base.device import behind_current, copy_ahead, record_event, recorded, sent_ahead, side_stream
+from shardwise.core.base.state_machine import Table
 from shardwise.core.base.tensors import ordinary_tensors
-from shardwise.core.base.torch_internals import storage_id
+from shardwise.core.base.torch_internals import labelled, storage_id
 from shardwise.core.comm import Buffer, Handle
 from shardwise.core.memory.host import host_block
 from shardwise.core.memory.ledger import Ledger
@@ -401,3 +403,39 @@ def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tenso
         arrays += [state.buffer.local] if state.buffer is not None else []
     storages = {storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in arrays}
     return idle + sum(storages.values())
+
+
+class GradOffload:
+    """Copies reduced gradients from a GPU to the host, on their own stream. The host does not wait for them.
+
+    The first read of the gradient shard (:attr:`ChunkGrads.reduced`) waits for its copy. A later result of a step is
+    added on the GPU: the sum so far is copied there and back, after earlier copies. Adding on the host would have to
+    wait for a copy first.
+
+    Args:
+        device: of the results.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._downloads: Any = side_stream(device)
+        """The stream of the copies; ``None`` if nothing is copied."""
+
+    def takes(self, state: ChunkGrads) -> bool:
+        """Return whether the result is copied from a GPU to the host."""
+        return self._downloads is not None and state.home is not Tier.DEVICE
+
+    @labelled("offload", lambda _, state, *__: state.spec.title)
+    def begin(self, state: ChunkGrads, out: torch.Tensor, exchanged: Buffer | None) -> None:
+        """Begin to copy ``out`` to the gradient shard of ``state``, or to add it. ``out`` may be in ``exchanged``."""
+        total, memory = out, state.memory
+        with behind_current(out.device, self._downloads):
+            if memory is None:
+                memory = state.own_memory()
+            else:
+                total = sent_ahead(memory, out.device).add_(out)
+            copy_ahead(memory, total)
+            event = record_event(out.device)
+        recorded(out, self._downloads)
+        if exchanged is not None:
+            exchanged.reader = event
+        state.lands(memory, event.synchronize)

@@ -40,7 +40,7 @@ def _asking(group: Group) -> Ask:
 
 
 @dataclass(frozen=True)
-class OtherParts:
+class ModelParallelParts:
     """The tensor-parallel ranks, which hold other parts of the model.
 
     Attributes:
@@ -64,7 +64,7 @@ class OtherParts:
 
 
 def _combined(
-    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, ask: Ask, model_parallel: OtherParts | None
+    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, ask: Ask, model_parallel: ModelParallelParts | None
 ) -> float:
     share, largest = _partial(tensors, p, wide), p == math.inf
     if model_parallel is not None:
@@ -83,7 +83,7 @@ def global_norm(
     group: Group | Ask,
     inverse_scale: float,
     known: Sequence[float] = (),
-    model_parallel: OtherParts | None = None,
+    model_parallel: ModelParallelParts | None = None,
 ) -> float:
     """Return the p-norm of gradients whose shards lie over ``group``, multiplied by ``inverse_scale``. Collective.
 

@@ -33,8 +33,7 @@ from shardwise.core.base.sizes import size_classes
 from shardwise.core.base.torch_internals import labelled
 from shardwise.core.checks.hyper_parameters import Piggyback
 from shardwise.core.comm import Buffer, Group, Handle, ModelId
-from shardwise.core.grads.chunk_grads import ChunkGrads, Reduction, gradient_bytes
-from shardwise.core.grads.offload import GradOffload
+from shardwise.core.grads.chunk_grads import ChunkGrads, GradOffload, Reduction, gradient_bytes
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
@@ -434,7 +433,7 @@ class Reducer:
     def begin_in(self, agreement: GatherAgreement) -> None:
         """Begin reductions where the ranks agree on gathers, and at the end of a pass."""
         self._in_agreements = self.overlap
-        agreement.carry(self)
+        agreement.reductions = self
 
     @property
     def ready(self) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from shardwise.core.base.sizes import size_text
+from shardwise.core.memory.trace.stats import NON_MODEL
 from shardwise.core.memory.trace.tracker import Tracker
 
-NON_MODEL = "activations and the rest"
 IDLE_ARRAYS = "idle arrays"
 
 ADVICE = {

@@ -168,7 +168,7 @@ class Mesh(_Axes):
                 rows = maker.tell(asdict(rank_device(device, dist.get_rank())))
                 check_own_gpus([RankDevice(**row) for row in rows])
             mesh = cls.among(ranks, sizes, maker)
-            mesh.device_mesh = _device_mesh(maker, members, _grid(ranks, sizes))
+            mesh.device_mesh = _device_mesh(maker, members, rank_grid(ranks, sizes))
             if len(ranks) > 1:
                 maker.tell(None)  # wait for all ranks: closing a group while a peer still connects to it fails the peer
             return mesh
@@ -185,7 +185,7 @@ class Mesh(_Axes):
             sizes: the resolved sizes of the axes.
             maker: closed with the mesh.
         """
-        grid = _grid(ranks, sizes)
+        grid = rank_grid(ranks, sizes)
         axes = replace(_axes(maker, grid, sizes.sp), secondary=_secondary(maker, grid, sizes))
         own = tuple(grid[axes.pipeline.rank, :, :, axes.tensor.rank].flatten().tolist())
         return cls(axes, maker, None, own)
@@ -336,7 +336,7 @@ def _exchange(refusal: ValueError | None, meet: Callable[[], T]) -> T:
     return result
 
 
-def _grid(ranks: tuple[int, ...], sizes: MeshPlan) -> torch.Tensor:
+def rank_grid(ranks: tuple[int, ...], sizes: MeshPlan) -> torch.Tensor:
     """Return the ranks as ``[stage, replica, shard, part]``."""
     if sizes.dp_outside:
         grid = torch.tensor(ranks, device="cpu").view(sizes.dp_replicate, sizes.dp_shard, sizes.pp, sizes.tp)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from shardwise.core.optim.adam import CPUAdam, FusedAdam, HybridAdam
 from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, adam_reference
-from shardwise.core.optim.offload import MomentStore
 
 __all__ = [
     "AdamRule",
@@ -17,6 +16,5 @@ __all__ = [
     "CPUAdam",
     "FusedAdam",
     "HybridAdam",
-    "MomentStore",
     "adam_reference",
 ]

@@ -21,7 +21,7 @@ from shardwise.core.base.validate import as_params, did_you_mean, fraction, numb
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.memory.host import HostArena
 from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
-from shardwise.core.optim.offload import MomentStore, OffloadedMoments
+from shardwise.core.optim.disk_moments import OffloadedMoments
 from shardwise.core.optim.whole_tensors import load_counted, loss_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -77,7 +77,7 @@ class _Adam(torch.optim.Optimizer):
         self._offload: OffloadedMoments | None = None
         super().__init__(as_params(params), defaults)
         if self.nvme_offload_fraction > 0.0:
-            self._offload = OffloadedMoments(self.nvme_offload_fraction, MomentStore(folder))
+            self._offload = OffloadedMoments(self.nvme_offload_fraction, folder)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group with its own options.
@@ -313,7 +313,7 @@ class _Adam(torch.optim.Optimizer):
             # Read all before using any, so that a failed read changes nothing.
             for param, moments in [(param, self._offload.read(param)) for param in offloaded]:
                 self.state[param].update(zip(MOMENTS, moments, strict=True))
-            self._offload.store.close()
+            self._offload.close()
             self._offload = None
         self.nvme_offload_fraction = 0.0
         return fraction_and_folder

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from shardwise.core.base.states import Table
+from shardwise.core.base.state_machine import Table
 from shardwise.core.base.torch_internals import point, tensor_holders, versions_of
-from shardwise.core.comm import Buffer
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
-from shardwise.core.shards.source import Arrival, ShardSource
+from shardwise.core.shards.shard_memory import Arrival, ShardSource
 
 
 def absent_value(dtype: torch.dtype) -> float | int | bool:
@@ -169,7 +168,6 @@ class Chunk:
         self.params = tuple(params)
         self.source = source
         self.resident = resident
-        self.rank = rank
         self.device = device
         self.shard_start, self.shard_end = spec.bounds[rank], spec.bounds[rank + 1]
         self.shard_numel = self.shard_end - self.shard_start
@@ -202,11 +200,6 @@ class Chunk:
     def _become(self, state: Residency) -> None:
         RESIDENCY.check(self.spec.index, self._state, state)
         self._state = state
-
-    @property
-    def exchange(self) -> Buffer:
-        """The memory that peers read; see :attr:`ShardSource.exchange`."""
-        return self.source.exchange
 
     @property
     def shard(self) -> torch.Tensor:
@@ -360,8 +353,10 @@ class Chunk:
         starts = self.spec.bounds if self.joined else [self.shard_start]
         for first, shard in zip(starts, shards, strict=False):
             at, end = max(slot.start, first), min(slot.end, first + shard.numel())
-            if at < end and not _same_bits(shown[at:end], shard[at - first : end - first]):
-                return True
+            if at < end:
+                own = shard[at - first : end - first].to(shown.device)
+                if not torch.equal(shown[at:end].view(torch.uint8), own.view(torch.uint8)):  # NaN is equal to NaN
+                    return True
         return False
 
     def _note_lost(self) -> None:
@@ -390,7 +385,7 @@ class Chunk:
                 return index
         return None
 
-    def take_given(self) -> None:
+    def copy_assigned_data(self) -> None:
         """Copy data that was assigned to gathered parameters into the chunk, and point them at it again.
 
         Data of another shape, dtype or device stays, and :meth:`misplaced` finds it.
@@ -422,8 +417,3 @@ class Chunk:
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part of ``full`` (a 1-D array in chunk coordinates), in its shape."""
         return [slot.view(full) for slot in self.spec.slots]
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two 1-D tensors of one dtype are bitwise equal."""
-    return torch.equal(one.view(torch.uint8), other.to(one.device).view(torch.uint8))

@@ -18,9 +18,9 @@ import torch
 
 from shardwise.core.comm import Group, ModelId, PeerError, Summary, ranks_text
 from shardwise.core.memory.ledger import Ledger
-from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.source import Arrival, SecondarySource, ShardSource
+from shardwise.core.shards.gather_buffers import ArrayPool
+from shardwise.core.shards.shard_memory import Arrival, SecondarySource, ShardSource
 
 WANTS = "what to gather"
 FITS = "whether the device has room for what others gather"
@@ -74,14 +74,10 @@ class GatherLog:
         """Issue a gather of ``chunk`` into ``out``."""
         handle = chunk.source.gather(group, out)
         if self._in_order:
-            self.note(chunk.spec.index)
+            self.count += 1
+            self.fingerprint = zlib.crc32(b"%d," % chunk.spec.index, self.fingerprint)
+            self.last.append(chunk.spec.index)
         return handle
-
-    def note(self, chunk: int) -> None:
-        """Log a gather of chunk ``chunk``."""
-        self.count += 1
-        self.fingerprint = zlib.crc32(b"%d," % chunk, self.fingerprint)
-        self.last.append(chunk)
 
     def make_up(self, group: Group, model_id: ModelId, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
         """Issue the gathers that another rank of ``group`` has issued and this one has not. Collective.
@@ -240,6 +236,9 @@ class GatherAgreement:
         units: the number of units.
         model_id: id of the model on ``group``.
         sources: homes of the chunks; the ranks must hold the same secondary shards (see [Note: Secondary shards]).
+
+    Attributes:
+        reductions: those that begin in agreements, or ``None``.
     """
 
     def __init__(
@@ -247,15 +246,11 @@ class GatherAgreement:
     ) -> None:
         self.group, self.ledger, self._units, self._model_id = group, ledger, units, model_id
         self._secondary = [source for source in sources if isinstance(source, SecondarySource)]
-        self._reductions: Reductions | None = None
-
-    def carry(self, reductions: Reductions) -> None:
-        """Have reductions begin in agreements."""
-        self._reductions = reductions
+        self.reductions: Reductions | None = None
 
     def due(self) -> bool:
         """Whether this rank can begin reductions, so that an agreement is worthwhile without a gather."""
-        return self._reductions is not None and self._reductions.ready > self._reductions.begun
+        return self.reductions is not None and self.reductions.ready > self.reductions.begun
 
     def agree(self, units: Sequence[int] | None) -> Agreed:
         """Exchange the units that each rank wants; ``None`` at the end of its pass. Collective.
@@ -264,7 +259,7 @@ class GatherAgreement:
             DeviceMemoryError: a rank is out of memory (:meth:`give_up`).
             PeerError: the ranks are at different operations, or one is gone.
         """
-        ready = self._reductions.ready if self._reductions is not None else 0
+        ready = self.reductions.ready if self.reductions is not None else 0
         secondary = zlib.crc32(bytes(source.begun for source in self._secondary))  # 0 if there are none
         values = [float(units is not None), float(ready), float(secondary)]
         votes = self._exchange(units or (), values)
@@ -297,8 +292,8 @@ class GatherAgreement:
 
     def begin(self, reductions: int) -> None:
         """Begin the reductions that every rank can begin, at the same place among gathers on every rank."""
-        if self._reductions is not None:
-            self._reductions.begin(reductions)
+        if self.reductions is not None:
+            self.reductions.begin(reductions)
 
     def give_up(self) -> None:
         """Tell the other ranks, at their next agreement, that this rank is out of memory."""

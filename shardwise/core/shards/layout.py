@@ -44,7 +44,7 @@ class ParamInfo:
     """Whether an earlier pipeline stage has the parameter, too."""
 
     @property
-    def whole(self) -> torch.Size:
+    def full_shape(self) -> torch.Size:
         """The shape of the full parameter, as it is saved."""
         return self.shape if self.part is None else self.part.full_shape
 
@@ -96,7 +96,7 @@ class ChunkSpec:
     reshard_after_forward: bool | None
     """False: stays gathered (small tensors of ``ByTensor``, and what the plan says). True: freed after forward.
     None: the plan's budget decides."""
-    whole: bool = False
+    unsplit: bool = False
     """Each parameter lies in one rank's shard, where the optimizer gets it in its shape."""
 
     @property
@@ -342,7 +342,7 @@ def _place(facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int) -> 
 # number of chunks, the loads of two ranks differ by at most the largest tensor. Shards of a chunk then differ in
 # length, and the group has to be able to exchange such shards (Group.uneven). Otherwise all shards of a chunk are
 # padded to the length of the longest one.
-def _place_whole(
+def _assign_to_ranks(
     facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, loads: list[int], uneven: bool
 ) -> list[list[ParamSpan]]:
     """Return the slots of each shard, from 0 on. ``loads``, the bytes of each rank, are increased."""
@@ -360,11 +360,11 @@ def _place_whole(
     return [_place(facts, sorted(each), itemsize)[0] for each in by_rank]
 
 
-def _pack_whole(
+def _pack_unsplit(
     facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
 ) -> tuple[list[ParamSpan], Bounds]:
     """Return the slots of a chunk, each in one shard, and the bounds of the shards."""
-    by_rank = _place_whole(facts, params, itemsize, loads, uneven)
+    by_rank = _assign_to_ranks(facts, params, itemsize, loads, uneven)
     step = math.lcm(ALIGN_BYTES // itemsize, replicas)
     lengths = [_round_up(max(1, own[-1].end if own else 0), step) for own in by_rank]
     if not uneven:
@@ -415,7 +415,7 @@ def make_layout(
         for (dtype, trainable, optimizer), params in keyed.items():
             tensors = trainable and optimizer in unsplit
             if tensors:
-                slots, bounds = _pack_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
+                slots, bounds = _pack_unsplit(facts, params, dtype.itemsize, replicate_size, loads, uneven)
             else:
                 slots, numel = _place(facts, params, dtype.itemsize)
                 step = math.lcm(replicate_size, ALIGN_BYTES // dtype.itemsize)
@@ -433,7 +433,7 @@ def make_layout(
                 slots=tuple(slots),
                 bounds=bounds,
                 reshard_after_forward=bin_.reshard_after_forward,
-                whole=tensors,
+                unsplit=tensors,
             )
             where.update({slot.param: (spec.index, slot) for slot in slots})
             chunks.append(spec)

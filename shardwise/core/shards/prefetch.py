@@ -73,7 +73,7 @@ class Trace:
         """Return the units expected from here on; none if the order is not known."""
         return self.recorded[len(self.current) :] if self.followed else ()
 
-    def rest_of_pass(self) -> Sequence[int]:
+    def upcoming_in_pass(self) -> Sequence[int]:
         """Return the expected units until the end of the running backward pass."""
         at = len(self.current)
         return self.upcoming()[: next((end - at for end in self.recorded_ends if end >= at), None)]

@@ -5,10 +5,10 @@ Everything here concerns one rank: nothing reduces, gathers or communicates with
 """
 
 # [Note: Updates during backward]
-# With update="backward" each optimizer has a thread (early.py) that updates chunks in the order in which they are
-# reduced. It writes masters, state and new parameters, and never writes what backward reads: in this mode masters have
-# separate memory (engine/placement.py), and parameters change at step(). The caller waits for the thread at the end of
-# every reduced pass, so the thread never runs between passes.
+# With update="backward" an optimizer has a thread (optimizer_in_backward.py) that updates chunks in the order in which
+# they are reduced. It writes masters, state and new parameters, and never writes what backward reads: in this mode
+# masters have separate memory (engine/placement.py), and parameters change at step(). The caller waits for the thread
+# at the end of every reduced pass, so the thread never runs between passes.
 # A later event must not change the update: plans refuse clipping, a loss scale and weights by tokens. The next chunk
 # reuses the memory of the gradient, so an update cannot be undone. Another pass, dropped gradients and a changed
 # learning rate would require this, so they are errors. All ranks raise them, because they depend on whether a pass has

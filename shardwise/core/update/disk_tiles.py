@@ -20,7 +20,7 @@ import torch
 
 from shardwise.core.base.torch_internals import point
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.io import Transfer
+from shardwise.core.memory.disk.io_threads import Transfer
 from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.shards.chunk import absent_value
 from shardwise.core.update.tiles import ParamShard, UpdateTile
@@ -140,9 +140,9 @@ class DiskTile:
         self._entries = tuple(entries)
         for entry in entries:
             state = self._optimizer.state[self.tile.pieces[entry.piece].value]
-            held, place = state[entry.key], entry.view(self._buffers[1])
-            if held.data_ptr() != place.data_ptr():
-                state[entry.key] = place.copy_(held)
+            value, stored = state[entry.key], entry.view(self._buffers[1])
+            if value.data_ptr() != stored.data_ptr():
+                state[entry.key] = stored.copy_(value)
         records = [self._values] + ([self._state] if self._state is not None else [])
         self._transfers = [self._store.write(r, b) for r, b in zip(records, self._buffers, strict=False)]
         self.unbind()
@@ -153,9 +153,9 @@ class DiskTile:
             point(piece.value, _absent(piece.value))
         for entry in self._entries if len(self._buffers) > 1 else ():
             state = self._optimizer.state.get(self.tile.pieces[entry.piece].value, {})
-            held = state.get(entry.key)
-            if isinstance(held, torch.Tensor) and held.data_ptr() == entry.view(self._buffers[1]).data_ptr():
-                state[entry.key] = self._absent[entry] = _absent(held)
+            value = state.get(entry.key)
+            if isinstance(value, torch.Tensor) and value.data_ptr() == entry.view(self._buffers[1]).data_ptr():
+                state[entry.key] = self._absent[entry] = _absent(value)
 
     def finish(self) -> None:
         """Wait for the transfers and return the buffers, also after an error."""
@@ -216,7 +216,7 @@ class DiskTile:
         self._bring_in()
         keys = dict.fromkeys((entry.key, entry.dtype) for entry in entries)
         room: dict[tuple[str, torch.dtype], int] = {}
-        numel, at = self.tile.end - self.tile.start, 0
+        numel, at = self.tile.numel, 0
         for key, dtype in keys:
             room[key, dtype] = at
             at += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES

@@ -16,7 +16,7 @@ TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 """About the size that stays in a CPU's cache together with its state; on a GPU, large enough to hide launches."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardRange:
     """Elements ``[start, end)`` of the shard, ``offset`` elements into slot ``slot``'s parameter."""
 
@@ -27,9 +27,9 @@ class ShardRange:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TileRange:
-    """Neighbouring pieces of param group ``group``."""
+    """Neighbouring pieces of param group ``group``; they span ``[start, end)`` of the shard."""
 
     group: int
     pieces: tuple[ShardRange, ...]
@@ -42,6 +42,11 @@ class TileRange:
     def end(self) -> int:
         return self.pieces[-1].end
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of the shard that the tile spans."""
+        return self.end - self.start
+
 
 def plan_tiles(spec: ChunkSpec, rank: int, group_of: Sequence[int], tile_numel: int) -> list[TileRange]:
     """Return this rank's tiles of a chunk, in order; ``group_of[param]`` is the param group of each parameter."""
@@ -52,7 +57,7 @@ def plan_tiles(spec: ChunkSpec, rank: int, group_of: Sequence[int], tile_numel: 
     for slot_index, slot in enumerate(spec.slots):
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         group = group_of[slot.param]
-        step = max(tile_numel, slot.numel) if spec.whole else tile_numel
+        step = max(tile_numel, slot.numel) if spec.unsplit else tile_numel
         for at in range(start, end, step):
             stop = min(at + step, end)
             piece = ShardRange(slot_index, slot.param, at - slot.start, at - shard_start, stop - shard_start)

@@ -9,11 +9,10 @@ of the result run while the data is in cache.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
@@ -35,13 +34,13 @@ from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.optim.state_form import constructed_state
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import span_text
-from shardwise.core.update.masters import ChunkState, UploadSlots
+from shardwise.core.update.master_weights import ChunkState, UploadSlots
 from shardwise.core.update.tile_plan import TILE_NUMEL, ShardRange, TileRange
 from shardwise.plan.precision import HALF_DTYPES
 
 NEVER = ("lbfgs", "sparseadam")
 """Names of optimizers whose update of a parameter needs other parameters, or gradients that are not arrays."""
-WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "came")
+WHOLE_TENSORS = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "came")
 """Names of optimizers that need a parameter's shape or norm."""
 OURS = ("shardwise.core.optim", "shardwise.nn")
 OF_TORCH_OR_OURS = ("torch.optim", *OURS)
@@ -62,27 +61,13 @@ class ParamShard(ShardRange):
 
 
 @dataclass(frozen=True, eq=False)
-class UpdateTile:
-    """Neighbouring pieces of one chunk and one param group; they span ``[start, end)`` of the shard."""
+class UpdateTile(TileRange):
+    """Neighbouring pieces of one chunk, with their values."""
 
+    pieces: tuple[ParamShard, ...]
     chunk: Chunk
     grads: ChunkGrads
     state: ChunkState
-    group: int
-    pieces: tuple[ParamShard, ...]
-
-    @cached_property
-    def start(self) -> int:
-        return self.pieces[0].start
-
-    @cached_property
-    def end(self) -> int:
-        return self.pieces[-1].end
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the shard that the tile spans."""
-        return self.end - self.start
 
 
 class PendingTile(NamedTuple):
@@ -100,27 +85,22 @@ class PendingTile(NamedTuple):
     shard: torch.Tensor | None
 
 
-def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
-    # Another thread may be updating.
-    return sum(value.nbytes for value in tensors_of([list(entry.values()) for entry in entries]))
-
-
-def _alike(active: Sequence[ParamShard], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[ParamShard]]:
-    """Groups pieces whose state has the same keys: a fused kernel takes momentum of all pieces or of none.
+def _by_state_keys(active: Sequence[ParamShard], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[ParamShard]]:
+    """Group pieces whose state has the same keys: a fused kernel takes momentum of all pieces or of none.
 
     On a GPU the kernel needs the step count on the device; loaded state and Adagrad's state have it elsewhere.
     """
     device = active[0].value.device
     if device.type == "cpu" and len(set(map(tuple, entries))) == 1:
-        missing = [key for held in entries for key, value in held.items() if value is None]
+        missing = [key for entry in entries for key, value in entry.items() if value is None]
         if not missing:
             return (active,)
     by_keys = dict[frozenset[str], list[ParamShard]]()
-    for piece, held in zip(active, entries, strict=True):
-        step = held.get("step") if device.type != "cpu" else None
+    for piece, entry in zip(active, entries, strict=True):
+        step = entry.get("step") if device.type != "cpu" else None
         if isinstance(step, torch.Tensor) and step.device != device:
-            held["step"] = step.to(device, torch.float32)
-        by_keys.setdefault(frozenset([key for key, value in held.items() if value is not None]), []).append(piece)
+            entry["step"] = step.to(device, torch.float32)
+        by_keys.setdefault(frozenset([key for key, value in entry.items() if value is not None]), []).append(piece)
     return by_keys.values()
 
 
@@ -146,10 +126,10 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
         raise ValueError(f"optimizer {name} cannot be sharded: {why}")
     if getattr(optimizer, "whole_tensors", False):  # trusted, like element_wise
         return True
-    whole = not names.isdisjoint(WHOLE)
-    if not is_foreign(optimizer) or (not whole and not couples_elements(optimizer)):
-        return whole
-    if (not whole and getattr(optimizer, "element_wise", None) is False) or couples_parameters(optimizer):
+    named = not names.isdisjoint(WHOLE_TENSORS)
+    if not is_foreign(optimizer) or (not named and not couples_elements(optimizer)):
+        return named
+    if (not named and getattr(optimizer, "element_wise", None) is False) or couples_parameters(optimizer):
         raise ValueError(
             f"optimizer {name} gives parameters other values in one call of step() than in several, as shards are "
             "stepped: use one whose update of a parameter depends on nothing else (AdamW); or give it the attribute "
@@ -177,9 +157,9 @@ def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]
         pieces = list[ParamShard]()
         for piece in span.pieces:
             own, shape = values[piece.start : piece.end], chunk.spec.slots[piece.slot].shape
-            own = own.view(shape) if chunk.spec.whole and len(shape) > 1 else own
+            own = own.view(shape) if chunk.spec.unsplit and len(shape) > 1 else own
             pieces.append(ParamShard(**vars(piece), value=nn.Parameter(own, requires_grad=True)))
-        tiles.append(UpdateTile(chunk, grads, state, span.group, tuple(pieces)))
+        tiles.append(UpdateTile(span.group, tuple(pieces), chunk, grads, state))
     return tiles
 
 
@@ -256,8 +236,12 @@ def run_post_hooks(optimizer: torch.optim.Optimizer) -> None:
         hook(optimizer, (), {})
 
 
+def _memory_of(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.data_ptr(), value.dtype, value.device, value.shape, value.stride()
+
+
 @contextmanager
-def memory_kept(name: str, values: Sequence[torch.Tensor], named: Callable[[int], str]) -> Iterator[None]:
+def same_memory(name: str, values: Sequence[torch.Tensor], named: Callable[[int], str]) -> Iterator[None]:
     """Copy back assignments of a step: ``p.data = p.data - lr * p.grad`` gives a parameter other memory.
 
     A parameter's memory is part of a shard, a master or a disk buffer, which are read after the step. So at the end of
@@ -272,30 +256,25 @@ def memory_kept(name: str, values: Sequence[torch.Tensor], named: Callable[[int]
     Raises:
         RuntimeError: A value was assigned another shape.
     """
-    kept = [plain(value) for value in values]
+    originals = [plain(value) for value in values]
     shapes: dict[int, tuple[int, ...]] = {}
     try:
         yield
     finally:
-        moved = [at for at, own in enumerate(kept) if not _is_same_memory(values[at], own)]
+        moved = [at for at, own in enumerate(originals) if _memory_of(values[at]) != _memory_of(own)]
         # Copies first: parameters may have exchanged memory, or have theirs in another order.
         assigned = {at: plain(values[at]).clone() for at in moved}
         for at, new in assigned.items():
-            point(values[at], kept[at])
-            if new.shape == kept[at].shape:
-                kept[at].copy_(new)
+            point(values[at], originals[at])
+            if new.shape == originals[at].shape:
+                originals[at].copy_(new)
             else:
                 shapes[at] = tuple(new.shape)
     for at, shape in shapes.items():
         raise RuntimeError(
-            f"{name}.step() gives {named(at)} values of shape {shape} where it was given {tuple(kept[at].shape)} of "
-            "it: leave the shape as it is"
+            f"{name}.step() gives {named(at)} values of shape {shape} where it was given {tuple(originals[at].shape)} "
+            "of it: leave the shape as it is"
         )
-
-
-def _is_same_memory(value: torch.Tensor, own: torch.Tensor) -> bool:
-    same = value.data_ptr() == own.data_ptr() and value.dtype is own.dtype and value.device == own.device
-    return same and value.shape == own.shape and value.stride() == own.stride()
 
 
 # See [Note: Masters apart from parameters] for the values of a tile.
@@ -317,17 +296,17 @@ class TileStepper:
         self.optimizer, self.tiles, self._named = optimizer, tuple(tiles), named
         self.slots = slots or UploadSlots()
         self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
-        self._kept_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
+        self._state_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
         self._generation = 0
         """Number of events that may have changed the size of the state."""
-        self._counted: tuple[int, dict[Tier, int]] = (-1, {})
+        self._counted = -1, Counter[Tier]()
         self.param_groups = ParamGroups(optimizer)
         self._bare = BareStep(optimizer)
         self._fused: set[int] = set()
         """Groups for which shardwise chose torch's fused kernel."""
         self._readable: bool | None = None
         """Whether the stepper is closed."""
-        self.foreign = is_foreign(optimizer)
+        self.foreign, self._ours = is_foreign(optimizer), type(optimizer).__module__.startswith(OURS)
         self._may_move = self.foreign or not self._bare.module.startswith(OF_TORCH_OR_OURS)
         """Whether its step may assign other memory to parameters."""
         self.norm: TileNorm | None = None
@@ -376,8 +355,8 @@ class TileStepper:
         """
         with torch.no_grad(), self.groups() as groups:
 
-            def update(given: Sequence[tuple[UpdateTile, torch.Tensor | None]]) -> None:
-                active = [(tile, shard, self.active(tile)) for tile, shard in given]
+            def update(tiles: Sequence[tuple[UpdateTile, torch.Tensor | None]]) -> None:
+                active = [(tile, shard, self.active(tile)) for tile, shard in tiles]
                 pending = [
                     PendingTile(tile, pieces, tile.grads.reduced, shard)
                     for tile, shard, pieces in active
@@ -410,7 +389,8 @@ class TileStepper:
         group = self._group_for(groups, first.group, value)
         parts = [each.reduced[each.active[0].start : each.active[-1].end] for each in pending]
         elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
-        copied = elsewhere or factor != 1.0 or not self._only_reads(group)
+        only_reads = self._ours or (bool(group.get("fused")) and not self.foreign)
+        copied = elsewhere or factor != 1.0 or not only_reads
         if copied:
             # Not in place: peers may still read exchange memory. The cast comes first: scaling in 16 bits would round
             # the gradient twice.
@@ -424,14 +404,14 @@ class TileStepper:
         if factor != 1.0:
             scratch.mul_(factor)
         active = [piece for each in pending for piece in each.active]
-        shaped = first.chunk.spec.whole
+        shaped = first.chunk.spec.unsplit
         for each, part in zip(pending, parts, strict=True):  # a part has the elements between pieces, too
             for piece in each.active:
                 grad = part[piece.start - each.active[0].start : piece.end - each.active[0].start]
                 piece.value.grad = grad.view(piece.value.shape) if shaped else grad
         if self._may_move:
             name = type(self.optimizer).__name__
-            with memory_kept(name, [piece.value for piece in active], lambda at: self._named(active[at].param)):
+            with same_memory(name, [piece.value for piece in active], lambda at: self._named(active[at].param)):
                 self._call(group, active)
         else:
             self._call(group, active)
@@ -457,21 +437,16 @@ class TileStepper:
         elif to:
             copy_each(to, values)
 
-    def _only_reads(self, group: dict[str, Any]) -> bool:
-        """Return whether the optimizer is known not to write to the gradients of ``group``."""
-        module = type(self.optimizer).__module__
-        return module.startswith(OURS) or (bool(group.get("fused")) and not is_foreign(self.optimizer))
-
     def _call(self, group: dict[str, Any], active: Sequence[ParamShard]) -> None:
         before = {key: value for key, value in group.items() if key != "params"}
         entries = self._entries(active)
-        held = sum(map(len, entries))
+        size = sum(map(len, entries))
         # One group with the active pieces of these tiles: the optimizer's own loop steps nothing else.
-        for alike in _alike(active, entries) if group.get("fused") else (active,):
-            group["params"] = [piece.value for piece in alike]
+        for pieces in _by_state_keys(active, entries) if group.get("fused") else (active,):
+            group["params"] = [piece.value for piece in pieces]
             self._bare.step(group)
         # Optimizers make state at the first step of a piece, and keep its size.
-        if sum(map(len, self._entries(active) if self.foreign or NOTHING in entries else entries)) != held:
+        if sum(map(len, self._entries(active) if self.foreign or NOTHING in entries else entries)) != size:
             self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
         if changed:
@@ -495,8 +470,8 @@ class TileStepper:
             if made:
                 optimizer.state[probe] = made
             self._call(group, [ParamShard(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
-        kept = optimizer.state.pop(probe, {}).items()
-        return {k: v.dtype for k, v in kept if isinstance(v, torch.Tensor) and v.shape == probe.shape}
+        state = optimizer.state.pop(probe, {})
+        return {k: v.dtype for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == probe.shape}
 
     def dtype_for(self, key: str, stored: torch.dtype, like: torch.Tensor) -> torch.dtype:
         """Return the dtype for per-element state of a parameter like ``like`` that was ``stored`` in another dtype.
@@ -508,9 +483,9 @@ class TileStepper:
             return stored
         if like.dtype not in HALF_DTYPES or stored == like.dtype:
             return like.dtype
-        if like.dtype not in self._kept_dtypes:
-            self._kept_dtypes[like.dtype] = self.element_dtypes(like)
-        return self._kept_dtypes[like.dtype].get(key, like.dtype)
+        if like.dtype not in self._state_dtypes:
+            self._state_dtypes[like.dtype] = self.element_dtypes(like)
+        return self._state_dtypes[like.dtype].get(key, like.dtype)
 
     def _scratch_for(self, numel: int, like: torch.Tensor, tier: Tier) -> torch.Tensor:
         key = (like.dtype, Tier.HOST if tier is Tier.DISK else tier)
@@ -540,15 +515,13 @@ class TileStepper:
         generation, counted = self._counted
         if generation != self._generation:
             generation = self._generation  # read before counting: another thread may be updating
-            counted = self._count_state()
+            counted = Counter[Tier]()
+            for tile in self.tiles:
+                # Lists: another thread may be updating.
+                entries = [list(entry.values()) for entry in self._entries(tile.pieces)]
+                counted[tile.state.tier] += sum(value.nbytes for value in tensors_of(entries))
             self._counted = generation, counted
-        return counted.get(tier, 0)
-
-    def _count_state(self) -> dict[Tier, int]:
-        counted: dict[Tier, int] = {}
-        for tile in self.tiles:
-            counted[tile.state.tier] = counted.get(tile.state.tier, 0) + _bytes_of(self._entries(tile.pieces))
-        return counted
+        return counted[tier]
 
     @contextmanager
     def groups(self) -> Iterator[list[dict[str, Any]]]:
@@ -583,15 +556,15 @@ class TileStepper:
 def runs(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:
     """Return ``tiles`` in calls of tiles with the same param group, home, device, and dtypes of values and gradients,
     each of at most one tile's maximum of elements."""
-    held = dict[tuple[Any, ...], tuple[list[UpdateTile], int]]()
+    open_runs = dict[tuple[Any, ...], tuple[list[UpdateTile], int]]()
     for tile in tiles:
         value, grads = tile.pieces[0].value, tile.grads
         key = tile.group, tile.state.tier, value.device, value.dtype, grads.dtype, grads.accumulate_dtype
-        run, numel = held.get(key, ([], 0))
+        run, numel = open_runs.get(key, ([], 0))
         if run and numel + tile.numel > TILE_NUMEL[value.device.type]:
             yield run
             run, numel = [], 0
         run.append(tile)
-        held[key] = run, numel + tile.numel
-    for run, _ in held.values():
+        open_runs[key] = run, numel + tile.numel
+    for run, _ in open_runs.values():
         yield run

@@ -9,27 +9,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.compat.published import picked
+from shardwise.compat.arguments import picked
 from shardwise.core.base.device import numbered, runtime
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
-from shardwise.core.memory.ledger import NON_MODEL
 from shardwise.core.memory.trace.picture import dump_memory_stats
-from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
+from shardwise.core.memory.trace.stats import NO_UNIT, NON_MODEL, MemStats, Moment
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.session import Session, build
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
 from shardwise.zero.fronts import ModelFront
 from shardwise.zero.init_ctx import ParameterMark, mark_of
 from shardwise.zero.shard_utils import BaseShardStrategy
-
-__all__ = ["ShardedModelV2", "require_same_ranks"]
 
 
 def require_same_ranks(argument: str, group: dist.ProcessGroup | None, ranks: Sequence[int], owner: str) -> None:
@@ -102,16 +98,16 @@ class ShardedModelV2(ModelFront):
             raise TypeError(f"module is a {type(module).__name__} already: give the plain module")
         if not isinstance(shard_strategy, BaseShardStrategy):
             raise TypeError(f"shard_strategy={shard_strategy!r:.80}: give a TensorShardStrategy() or another instance")
-        own: dict[str, Any] = self.__dict__
-        own["arguments"] = picked(ModelArguments, arguments)
+        self.arguments = picked(ModelArguments, arguments)
         marks = _marks(module)
         init_distributed()
         ranks = ranks_of("process_group", process_group)
         require_same_ranks("reduce_scatter_process_group", reduce_scatter_process_group, ranks, "process_group")
         _check_ranks(marks, ranks)
-        own["shard_strategy"], own["ranks"], own["_group"] = shard_strategy, ranks, process_group
-        own["_facts"], own["_device"] = _facts(module, marks, shard_strategy, fp32_reduce_scatter, len(ranks))
-        own["_mesh"], own["_warned"] = None, set()
+        self.shard_strategy, self.ranks, self._group = shard_strategy, ranks, process_group
+        self._facts, self._device = _facts(module, marks, shard_strategy, fp32_reduce_scatter, len(ranks))
+        self._mesh: Mesh | None = None
+        self._warned: set[str] = set()
         self.module = module
         self._tell(None)
 
@@ -147,20 +143,17 @@ class ShardedModelV2(ModelFront):
         self, optimizer: torch.optim.Optimizer | None = None, arguments: OptimizerArguments | None = None
     ) -> Session:
         plan = to_plan(self.arguments, arguments, self._facts)
-        session = build(self.module, optimizer, plan, self._own_mesh())
-        self.__dict__["_session"] = session
+        session = self._session = build(self.module, optimizer, plan, self._own_mesh())
         if self.arguments.reuse_fp16_shard:
-            session.events.backward_asked.listen(self._refuse_accumulation)
+            session.events.backward_requested.listen(self._refuse_accumulation)
         return session
 
     def _own_mesh(self) -> Mesh:
         """Return the mesh, created once, because the optimizer cannot change this part of the plan. Collective."""
-        own = self.__dict__
-        if own["_mesh"] is None:
+        if self._mesh is None:
             plan = to_plan(self.arguments, None, self._facts)
-            own["_mesh"] = Mesh.create(plan.mesh, self._device, plan.comm, self._group)
-        mesh: Mesh = own["_mesh"]
-        return mesh
+            self._mesh = Mesh.create(plan.mesh, self._device, plan.comm, self._group)
+        return self._mesh
 
     def _refuse_accumulation(self) -> None:
         if self.session.has_gradients:
@@ -171,12 +164,11 @@ class ShardedModelV2(ModelFront):
 
     def close(self) -> None:
         """Remove the hooks from the model and release the communicators. Call :meth:`state_dict` before."""
-        own = self.__dict__
-        if own["_session"] is not None:
-            own["_session"].close()
-        if own["_mesh"] is not None:
-            own["_mesh"].close()
-        own["_session"] = own["_mesh"] = None
+        if self._session is not None:
+            self._session.close()
+        if self._mesh is not None:
+            self._mesh.close()
+        self._session = self._mesh = None
 
     # ---- passes
 
@@ -218,12 +210,11 @@ class ShardedModelV2(ModelFront):
         that failed (out of memory) the trace ends at that point. Not collective. Without ``use_memory_tracer``, or
         before a first pass, nothing is written, with a warning.
         """
-        session: Session | None = self.__dict__["_session"]
-        stats = _trace(session) if session is not None else None
+        stats = _trace(self._session) if self._session is not None else None
         if stats is None:
             why = "nothing ran yet" if self.use_memory_tracer else "use_memory_tracer=False"
             warn_user(f"{os.fspath(filename)} is not written: {why}")
-        elif self._mesh.rank == 0:
+        elif self._own_mesh().rank == 0:
             first = self.ranks[0]
             dump_memory_stats(stats, Path(f"{os.fspath(filename)}.rank{first}" if first else filename))
 

@@ -1,4 +1,4 @@
-"""Recipes by the thousand, in a child that is watched and replaced when it dies."""
+"""Thousands of recipes, in a child process that is watched and replaced when it dies."""
 
 import json
 import os
@@ -19,20 +19,20 @@ from tests.faults.report import Report
 ROOT = Path(__file__).parent.parent.parent.parent
 CORPUS = ROOT / "tests" / "data" / "fuzz"
 WAITS = 30
-"""Seconds without any progress of a process that waits for something, until it is said to hang."""
+"""Seconds without any progress of a process that waits, after which it counts as hanging."""
 MOST_BYTES = 3 << 30
-"""Of memory, where a child is killed at once."""
+"""Memory at which a child is killed at once."""
 LARGEST = 4 << 20
-"""Bytes of the largest checkpoints that are tried; what may be taken for one of them is taken for a hang."""
+"""Bytes of the largest checkpoints that are tried; a read that takes more than one of them allows counts as a hang."""
 
 
 class Reader:
-    """A child process that reads one changed checkpoint after the other."""
+    """A child process that reads changed checkpoints one after the other."""
 
     def __init__(self, place: Path, command: Sequence[str] = ()) -> None:
         self.place, self._command = place, [*command]
         self._process: subprocess.Popen[str] | None = None
-        self._read = b""  # of lines that were not asked for yet: two may come at once
+        self._read = b""  # lines that were not requested yet: two may come at once
 
     def _start(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
@@ -45,7 +45,7 @@ class Reader:
         return self._process
 
     def run(self, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """The recipe (a request may be a seed), and what came of it."""
+        """Run a request (a seed or a recipe); return the recipe and its outcome."""
         process = self._start()
         recipe: dict[str, Any] = request
         try:
@@ -63,12 +63,12 @@ class Reader:
         return recipe, f"the reader died with {process.wait()}"
 
     def _line(self) -> bytes:
-        """The next one; empty at the end."""
+        """Return the next line; empty at the end."""
         line, end, self._read = self._read.partition(b"\n")
         return line + end
 
     def _wait(self, process: subprocess.Popen[str]) -> str:
-        """Until there is a line, or the end; what is wrong where there will be none. A busy machine is no fault."""
+        """Wait for a line or the end; return what is wrong if there will be none. A busy machine is no fault."""
         before, idle = _cpu_seconds(process.pid), 0
         last = before
         with selectors.DefaultSelector() as selector:
@@ -119,7 +119,7 @@ def _cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def reading_process(directory: str | None = None) -> Iterator[Reader]:
-    """A :class:`Reader` with the checkpoints that recipes begin with, in memory where that is possible."""
+    """Yield a :class:`Reader` with the checkpoints that recipes begin with, in memory where that is possible."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=directory or memory) as folder:
         make_subjects(Path(folder) / "base")
@@ -128,19 +128,19 @@ def reading_process(directory: str | None = None) -> Iterator[Reader]:
 
 
 def corpus() -> dict[str, dict[str, Any]]:
-    """The recipes that once found something, by name."""
+    """Return the recipes that once detected a fault, by name."""
     return {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(CORPUS.glob("*.json"))}
 
 
 def _keep(recipe: dict[str, Any], outcome: str, name: str) -> None:
-    """A recipe is a file of the tests from now on."""
+    """Write a recipe as a file of the tests."""
     CORPUS.mkdir(exist_ok=True)
     text = json.dumps({**recipe, "found": outcome[:200]}, indent=1)
     (CORPUS / f"{name}.json").write_text(text + "\n", "utf-8")
 
 
 def campaign(count: int, seed: int = 0, directory: str | None = None, keep: bool = True) -> Report:
-    """What is in the corpus, then ``count`` new recipes; those that find something are added to it (``keep``)."""
+    """Run the corpus, then ``count`` new recipes; those that detect a fault are added to the corpus (``keep``)."""
     report = Report("fuzz")
     report.counts["inputs"] = 0
     start = told = time.monotonic()

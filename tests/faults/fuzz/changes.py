@@ -1,4 +1,4 @@
-"""What may be done to the files of a checkpoint, each as a small JSON object, so that a list of them is a recipe."""
+"""Changes to the files of a checkpoint, each as a small JSON object, so that a list of them is a recipe."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.core.checkpoint import format as native
+from shardwise.core.checkpoint import native_format as native
 from shardwise.core.checkpoint.formats import deepspeed
 from tests.faults.fuzz.pickles import change_pickle, draw_pickle_change
 from tests.faults.fuzz.values import SECRET, Stale, change_tree, draw_path, draw_value, made, renamed, without, written
@@ -27,10 +27,10 @@ from tests.faults.fuzz.values import SECRET, Stale, change_tree, draw_path, draw
 Change = dict[str, Any]
 NAMES = ("../" + SECRET, "a\0b", "\x1b[2Jx", "", "model/x", "other", "a" * 5000, "state/rng/0/torch", "_extra_state")
 PARSED = "(parsed)"
-"""In a path: the text there is JSON itself."""
+"""An element of a path: the string there is itself JSON."""
 SPARSE_BYTES = 1 << 30
 OF_AN_ARRAY = (np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32")))
-"""What the generators of Trainer and accelerate are made of."""
+"""The globals in pickles of the random states of Trainer and accelerate."""
 
 
 # ---- files as trees
@@ -54,7 +54,7 @@ def _torch_tree(content: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Without the objects whose classes are not installed."""
+    """Return the tree without objects of classes that are not installed."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -71,7 +71,7 @@ def _read_tree(content: bytes, kind: str) -> Any:
     elif kind in ("manifest", "json"):
         tree = json.loads(content)
     elif kind == "pickle" and b"torch.distributed.checkpoint" in content[:4000]:
-        return pickle.loads(content)  # what we wrote ourselves
+        return pickle.loads(content)  # written by shardwise
     else:
         return _torch_tree(content)
     own = tree.get("__metadata__", {}) if isinstance(tree, dict) else {}
@@ -82,7 +82,7 @@ def _read_tree(content: bytes, kind: str) -> Any:
 
 
 class _Text:
-    """Texts in the place of values, until the tree is JSON."""
+    """Strings that stand for values, until the tree is JSON."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -110,7 +110,7 @@ def _write_tree(before: bytes, kind: str, tree: Any, texts: _Text) -> bytes:
             if kind == "pickle" and b"torch.distributed.checkpoint" in before[:4000]:
                 return pickle.dumps(tree)
             torch.save(tree, buffer, _use_new_zipfile_serialization=kind == "zip")
-        except Exception as error:  # classes of torch's look at what they are made of
+        except Exception as error:  # classes of torch check their constructor's arguments
             raise Stale(f"nobody can write that ({type(error).__name__}: {error!s:.100})") from error
         return buffer.getvalue()
     if kind == "manifest" and isinstance(tree, dict):
@@ -190,14 +190,14 @@ def _change_bytes(content: bytes, name: str, change: Change, secret: str) -> byt
         "grow": lambda: content + bytes(change["n"]),
     }
     result = simple[do]()
-    if change.get("checksum"):  # whoever writes a manifest can write its checksum as well
+    if change.get("checksum"):  # an attacker can write the checksum of a changed manifest as well
         result = _with_checksum(result[: result.rfind(b"\n", 0, -1) + 1])
     return result
 
 
 def _draw_bytes(random: random.Random, file: str, content: bytes) -> Change:
     do = random.choice(("flip", "flip", "flip", "put", "put", "insert", "delete", "twice", "zeros", "cut", "grow"))
-    near = random.random() < 0.5  # most formats begin with what describes the rest
+    near = random.random() < 0.5  # most formats begin with what describes the other bytes
     at = random.randrange(min(len(content), 400) if near else len(content) or 1)
     change: Change = {"op": "bytes", "file": file, "do": do, "at": at}
     if do == "flip":
@@ -301,7 +301,8 @@ def _change_file(folder: Path, change: Change, secret: str) -> None:
     if do == "fifo":
         os.mkfifo(path)
     elif do == "socket":
-        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made_socket:  # an address is short
+        # the path of a socket has to be short
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made_socket:
             made_socket.bind(path.name)
     elif do == "directory":
         path.mkdir()
@@ -327,7 +328,7 @@ def _draw_file(random: random.Random, file: str, files: list[str]) -> Change:
     return change
 
 
-# ---- all of it
+# ---- all kinds
 
 EDITS: dict[str, Callable[[bytes, str, Change, str], bytes]] = {
     "tree": _change_tree,
@@ -338,10 +339,10 @@ EDITS: dict[str, Callable[[bytes, str, Change, str], bytes]] = {
 
 
 def apply_change(folder: Path, change: Change) -> None:
-    """Do it to the checkpoint in ``folder``.
+    """Apply the change to the checkpoint in ``folder``.
 
     Raises:
-        Stale: the checkpoint is not as it was when the change was drawn.
+        Stale: the checkpoint is not as it was when the change was made up.
     """
     secret = str((folder.parent / SECRET).resolve())
     path = folder / change["file"]
@@ -370,9 +371,9 @@ def _possible(random: random.Random, folder: Path, file: str, files: list[str]) 
 
 
 def draw_changes(random: random.Random, folder: Path) -> list[Change]:
-    """One or two changes to the checkpoint in ``folder``, to different files.
+    """Return one or two random changes to the checkpoint in ``folder``, to different files.
 
-    Files that describe others are drawn more often than those that hold nothing but values.
+    Files that describe others are chosen more often than those that only have values.
     """
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     weights = [1 if re.search(r"pieces-|\.distcp|truth", file) else 4 for file in files]

@@ -1,7 +1,7 @@
-"""The process that reads: it draws recipes or is given them, one a line, and answers one line for each.
+"""The process that reads: it gets a seed or a recipe per line, and answers each with two lines.
 
 ``python -m tests.faults.fuzz.child PLACE``. A request is ``{"seed": ...}`` or a recipe; the answers are first the
-recipe, then ``{"outcome": ...}``, so that a recipe is known whatever it does to its reader.
+recipe, then ``{"outcome": ...}``, so that a recipe is known even if it kills its reader.
 """
 
 import contextlib
@@ -21,11 +21,12 @@ from tests.faults.fuzz.trial import PLANTED, Bounds, Trials, ways_of
 from tests.faults.fuzz.values import Stale
 
 ADDRESS_BYTES = 24 << 30
-"""Beside what the process has at its start. What is touched is bounded much closer, by :class:`Bounds`."""
+"""Address space in addition to that at the start of the process. :class:`Bounds` limits used memory much more
+closely."""
 
 
 def draw_recipe(seed: int, trials: Trials) -> dict[str, Any]:
-    """Always the same one for a seed, of changes that can be made."""
+    """Return the recipe of a seed, of changes that are possible."""
     chance = random.Random(seed)
     (name,) = chance.choices(list(SUBJECTS), [each.share for each in SUBJECTS.values()])
     subject = SUBJECTS[name]
@@ -42,9 +43,9 @@ def draw_recipe(seed: int, trials: Trials) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Until the input ends."""
+    """Answer until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever is printed on the way is no answer
+    os.dup2(2, 1)  # anything that readers print is no answer
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as file:

@@ -1,4 +1,4 @@
-"""Pickles with instructions that somebody put there."""
+"""Pickles with instructions that an attacker inserted."""
 
 import pickletools
 import random
@@ -7,7 +7,7 @@ from typing import Any
 from tests.faults.fuzz.values import Stale
 
 MARKER = "fired"
-"""The file that code in a checkpoint would make, in the working directory."""
+"""The file that code in a checkpoint would create in the working directory."""
 CALLS = [
     f"cposix\nsystem\n(S'touch {MARKER}'\ntR".encode(),
     f'cbuiltins\neval\n(S\'open("{MARKER}", "w")\'\ntR'.encode(),
@@ -64,14 +64,14 @@ def fire() -> None:
 
 
 def _instructions(content: bytes) -> list[tuple[pickletools.OpcodeInfo, Any, int, int]]:
-    """Of the first pickle in ``content``: each instruction, its argument, where it begins and ends."""
+    """Return the first pickle in ``content``: each instruction, its argument, its first byte and its end."""
     found = [(code, argument, int(at or 0)) for code, argument, at in pickletools.genops(content)]
     ends = [at for _, _, at in found[1:]] + [found[-1][2] + 1]
     return [(code, argument, at, end) for (code, argument, at), end in zip(found, ends, strict=True)]
 
 
 def draw_pickle_change(random: random.Random, content: bytes) -> dict[str, Any]:
-    """What to do at which instruction of a pickle."""
+    """Return a random change at a random instruction of a pickle."""
     found = _instructions(content)
     at = random.randrange(len(found))
     do = random.choice(("call", "insert", "insert", "delete", "double", "swap", "argument", "argument", "argument"))
@@ -88,7 +88,7 @@ def draw_pickle_change(random: random.Random, content: bytes) -> dict[str, Any]:
 
 
 def change_pickle(content: bytes, change: dict[str, Any]) -> bytes:
-    """``content`` with the first pickle in it changed.
+    """Return ``content`` with the first pickle in it changed.
 
     Raises:
         Stale: it has fewer instructions.

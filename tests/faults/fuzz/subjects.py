@@ -1,4 +1,4 @@
-"""A small checkpoint of every format that is read, and the runs that can load them."""
+"""A small checkpoint of every format that can be read, and the runs that can load them."""
 
 import contextlib
 import io
@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shardwise.core.checkpoint import formats
-from shardwise.core.checkpoint.format import encode_manifest, read_manifest
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.portable import PortableFiles
-from shardwise.core.checkpoint.restore import Restored
-from shardwise.core.checkpoint.run import as_run
+from shardwise.core.checkpoint.load import Restored
+from shardwise.core.checkpoint.native_format import encode_manifest, read_manifest
+from shardwise.core.checkpoint.portable_files import PortableFiles
 from shardwise.core.checkpoint.schedulers import fitting_state, write_lr_scheduler
-from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.torch_run import TorchRun
+from shardwise.core.checkpoint.torch_training_run import TorchRun
+from shardwise.core.checkpoint.training_run import as_run
 from shardwise.core.parallel.tensor import ShardSpec
 from shardwise.core.parallel.tensor.order import StoredCut
 from shardwise.plan import zero
@@ -35,7 +35,7 @@ DATA = Path(__file__).parent.parent.parent / "data"
 
 
 class WithExtra(Small):
-    """With extra state, and a loss that fp16 can hold."""
+    """A model with extra state, and a loss that fp16 can represent."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).float() / 1000
@@ -48,7 +48,7 @@ class WithExtra(Small):
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups."""
+    """Return Adam with two groups."""
     plain = [p for name, p in model.named_parameters() if "bias" in name]
     others = [p for name, p in model.named_parameters() if "bias" not in name]
     return torch.optim.AdamW([{"params": others}, {"params": plain, "weight_decay": 0.0}], lr=0.1)
@@ -58,7 +58,7 @@ State = dict[str, Any]
 
 
 class _Run:
-    """A run that loads checkpoints, of the model and optimizer that :meth:`_begin` is given."""
+    """A run that loads checkpoints, of the model and optimizer that :meth:`_begin` gets."""
 
     module: nn.Module
     optimizer: Any
@@ -69,7 +69,7 @@ class _Run:
         self.saver, self.files = Checkpointer(run), PortableFiles()
 
     def load(self, path: Path, way: str) -> Restored | None:
-        """Everything; or one part, as a Booster does it."""
+        """Load everything; or one part, as a Booster does it."""
         if way == "model":
             self.files.load_model(self.run, str(path), False)
         elif way == "optimizer":
@@ -85,7 +85,7 @@ class _Run:
         return []
 
     def state(self) -> State:
-        """What a load may change."""
+        """Return what a load may change."""
         found: State = dict(self.module.state_dict())
         for number, entry in self.optimizer.state_dict()["state"].items():
             found |= {f"{number}/{key}": value for key, value in entry.items()}
@@ -95,7 +95,7 @@ class _Run:
 
 
 class EngineSubject(_Run):
-    """A run of our engine in fp16, on one rank."""
+    """A run of the library's engine in fp16, on one rank."""
 
     def __init__(self) -> None:
         model = WithExtra()
@@ -104,7 +104,7 @@ class EngineSubject(_Run):
         self._begin(self.session.module, self.session.optimizer, plain, as_run(self.session))
 
     def step(self) -> None:
-        """What training does after a load."""
+        """Do what training does after a load."""
         self.session.backward(self.module(torch.ones(2, 7)))
         self.optimizer.step()
         with warnings.catch_warnings():
@@ -113,7 +113,7 @@ class EngineSubject(_Run):
         self.optimizer.zero_grad()
 
     def save(self, root: Path, tag: str) -> None:
-        """All that a checkpoint can hold."""
+        """Save everything that a checkpoint can contain."""
         position = {"next": 3, "order": torch.arange(8)}
         given: dict[str, Any] = {"data_position": position, "user_state": ("mine", torch.eye(2), {1: float("inf")})}
         self.saver.save(str(root), tag, lr_schedulers=[self.scheduler], **given)
@@ -122,13 +122,13 @@ class EngineSubject(_Run):
         return [self.scheduler] if (path / "manifest.json").exists() or (path / "new").exists() else []
 
     def state(self) -> State:
-        """With the loss scale."""
+        """Return the state with the loss scale."""
         scaler = self.optimizer.scaler
         return super().state() | {"scaler": None if scaler is None else scaler.state_dict()}
 
 
 class PlainSubject(_Run):
-    """A run of torch's own in one process, as under ``TorchDDPPlugin``."""
+    """A run of plain torch in one process, as under ``TorchDDPPlugin``."""
 
     def __init__(self) -> None:
         model = WithExtra()
@@ -136,7 +136,7 @@ class PlainSubject(_Run):
         self._begin(model, optimizer, optimizer, TorchRun(model, optimizer))
 
     def step(self) -> None:
-        """What training does after a load."""
+        """Do what training does after a load."""
         self.module(torch.ones(2, 7)).backward()
         self.optimizer.step()
         self.scheduler.step()
@@ -151,11 +151,11 @@ def _text(state: Any) -> str:
     return repr(sorted(state.items(), key=str))
 
 
-# ---- what lies in files
+# ---- contents of files
 
 
 def _put(path: Path, content: Any) -> None:
-    """A file of torch's, or one of JSON."""
+    """Write a file of torch's, or one of JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         path.write_text(json.dumps(content))
@@ -164,7 +164,7 @@ def _put(path: Path, content: Any) -> None:
 
 
 def _trained() -> tuple[PlainSubject, dict[str, torch.Tensor]]:
-    """A run after a step, and the tensors of its model."""
+    """Return a run after a step, and the tensors of its model."""
     subject = PlainSubject()
     subject.step()
     state = subject.module.state_dict()
@@ -196,7 +196,7 @@ def _torch_files(place: Path) -> None:
 
 
 def _directories_of_others(place: Path) -> None:
-    """As Hugging Face's Trainer and accelerate leave them."""
+    """Write directories as Hugging Face's Trainer and accelerate do."""
     subject, model = _trained()
     for folder, ending in {"trainer": "pt", "accelerate": "bin"}.items():
         _put(place / folder / f"optimizer.{ending}", subject.optimizer.state_dict())
@@ -217,7 +217,8 @@ def _native_files(place: Path) -> None:
 
 
 def _parts_files(place: Path) -> None:
-    """The newest, its matrices said to lie in parts of columns: other values, and as good a checkpoint."""
+    """Write a checkpoint whose manifest says that the matrices are split by columns: other values, and equally
+    valid."""
     shutil.copytree(place / "native/new", place / "parts/t")
     manifest = read_manifest(str(place / "parts/t"))
     shapes = {name: fact.shape for name, fact in manifest.tensors.items() if len(fact.shape) == 2}
@@ -262,7 +263,7 @@ def make_subjects(place: Path) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint's directory, what in it is opened, and the ways of loading it that work."""
+    """A checkpoint's directory, the path in it that is opened, and the ways of loading it that work."""
 
     folder: str
     opened: str = ""

@@ -1,4 +1,4 @@
-"""One changed checkpoint, read in one way, and what came of it."""
+"""One changed checkpoint, read in one way, and the outcome."""
 
 import collections
 import contextlib
@@ -21,7 +21,7 @@ import torch
 
 from shardwise.cli.main import main as command
 from shardwise.core.checkpoint.formats import dcp, open_checkpoint
-from shardwise.core.checkpoint.formats.lazy import blocks
+from shardwise.core.checkpoint.formats.lazy_tensors import blocks
 from shardwise.core.checkpoint.source import CheckpointError
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.pickles import MARKER
@@ -36,19 +36,19 @@ PLANTED = (
     *(f".t.{before}-{HEX}" for before in ("saving", "replaced", "output-saving", "output-replaced")),
     *(".latest.partial", "latest", ".t.safetensors.partial"),
 )
-"""Names in the directory that is written to, as links to a file outside."""
+"""Names in the output directory that are links to a file outside."""
 UNKNOWN = re.compile(
     r"could not [^\n]*: (?!CheckpointError|CheckpointDamage|ValueError)[A-Z]\w+(Error|Exception|Stop\w*): "
 )
-"""What ranks tell each other of an error that nobody foresaw."""
+"""The message about an unexpected error that ranks send each other."""
 MEMORY = re.compile(r"allocate|MemoryError|out of memory|not enough memory")
 
 
 class Bounds:
-    """What reading a checkpoint of ``nbytes`` may cost; its files may have holes, which count for nothing."""
+    """The limits for reading a checkpoint of ``nbytes``; holes in its files do not count."""
 
     SECONDS, SECONDS_PER_MIB = 5.0, 4.0
-    """Of a processor, all threads together."""
+    """CPU time of all threads together."""
     MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 40
 
     def __init__(self, nbytes: int) -> None:
@@ -57,13 +57,13 @@ class Bounds:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """For the files in a directory."""
+        """Return the limits for the files in a directory."""
         facts = [path.lstat() for path in folder.rglob("*")]
         return cls(sum(min(each.st_size, each.st_blocks * 512) for each in facts))
 
 
 def ways_of(subject: Subject) -> list[str]:
-    """Every way to read it."""
+    """Return every way to read it."""
     if "scheduler" in subject.loads:
         return ["plain:scheduler"]
     found = ["inspect", "inspect --json", "verify", "verify", "diff", "read", "read"]
@@ -73,7 +73,7 @@ def ways_of(subject: Subject) -> list[str]:
     return found
 
 
-# ---- what a process does, watched
+# ---- watching what a process does
 
 _Events = list[tuple[str, tuple[Any, ...]]]
 _watched: _Events | None = None
@@ -103,19 +103,19 @@ def _audited() -> Iterator[_Events]:
 
 
 class Trials:
-    """Runs recipes below one directory, which holds the checkpoints of :func:`make_subjects` as ``base``."""
+    """Runs recipes in one directory, which has the checkpoints of :func:`make_subjects` as ``base``."""
 
     def __init__(self, place: Path) -> None:
         self.place, self.base, self.folder = place, place / "base", place / "ckpt"
         self.out, self.secret = place / "out", place / SECRET
         self.secret.parent.mkdir(exist_ok=True)
         self._runs: dict[str, Any] = {}
-        os.chdir(place)  # where code in a checkpoint would leave its mark
+        os.chdir(place)  # where code in a checkpoint would write its mark
         self._classes = self._libraries()
-        for kind in ("engine", "plain"):  # imports that loads make are made now
+        for kind in ("engine", "plain"):  # make now the imports that loads make
             self._prepare(kind)
         gc.collect()
-        gc.freeze()  # libraries take long to look through again
+        gc.freeze()  # it takes long to look through the libraries again
 
     @staticmethod
     def _libraries() -> list[Any]:
@@ -132,13 +132,13 @@ class Trials:
         (self.place / MARKER).unlink(missing_ok=True)
 
     def fresh(self, subject: Subject) -> Path:
-        """The checkpoint as it was written."""
+        """Restore the checkpoint as it was written."""
         self._clean()
         shutil.copytree(self.base / subject.folder, self.folder)
         return self.folder
 
     def run(self, recipe: dict[str, Any]) -> str:
-        """:data:`READ`, :data:`REFUSED`, or what is wrong.
+        """Return :data:`READ`, :data:`REFUSED`, or what is wrong.
 
         Raises:
             Stale: the recipe no longer fits.
@@ -188,7 +188,7 @@ class Trials:
                 wrote = bool(flags and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
                 paths = [path] if isinstance(path, str | bytes) else []
             elif name in _CHANGING:
-                # With the descriptor of a directory, it is about a file in there.
+                # With a directory's descriptor the path is relative to that.
                 inside = any(type(each) is int and each > 2 for each in args[1:]) and name != "os.chmod"
                 paths, wrote = [each for each in args if isinstance(each, str | bytes) and not inside], True
             else:
@@ -202,7 +202,7 @@ class Trials:
             return not f"{full}/".startswith(f"{self.out}/") and not full.startswith(("/proc/", "/dev/null"))
         return full.startswith((f"{self.place}/outside", "/etc/hostname", "/dev/zero", "/dev/urandom", "/x/"))
 
-    # ---- ways
+    # ---- ways to read
 
     def _prepare(self, kind: str) -> None:
         if kind not in self._runs:

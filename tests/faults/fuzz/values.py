@@ -1,6 +1,7 @@
-"""Values that no file should hold, and trees with one of them in the place of another.
+"""Values that no file should have, and trees with one of them in place of another value.
 
-A value is written as JSON, so that a recipe can keep it; what JSON has no word for is an object with the key ``"!"``.
+A value is written as JSON, so that a recipe can contain it; what JSON cannot represent is an object with the key
+``"!"``.
 """
 
 import copy
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-SECRET = "outside/secret"  # beside the directory of the checkpoint that is read
+SECRET = "outside/secret"  # next to the directory of the checkpoint that is read
 
 NUMBERS = (None, True, False, 0, 1, -1, 2, 7, 1.5, -0.0, 2**31, 2**45, 2**63, -(2**63) - 1, 10**30)
 TEXTS = ("", "many", "float32", "load", "\x1b[2Jx", "a\0b", "\ud800", "$", "#0")
@@ -34,11 +35,11 @@ ONLY_TEXT: tuple[dict[str, Any], ...] = ({"!": "colliding", "n": 60_000},)
 
 
 class Stale(Exception):
-    """A recipe no longer fits the checkpoint that it was found with: make it anew."""
+    """A recipe no longer fits its checkpoint, and has to be recorded again."""
 
 
 def draw_value(random: random.Random, pickled: bool) -> Any:
-    """One of the values above."""
+    """Return one of the values above."""
     kind = random.random()
     if kind < 0.7:
         return random.choice(PLAIN)
@@ -46,7 +47,7 @@ def draw_value(random: random.Random, pickled: bool) -> Any:
 
 
 def made(value: Any, secret: str) -> Any:
-    """The Python object that a value stands for; ``secret`` is the absolute path of a file outside."""
+    """Return the Python object that a value stands for; ``secret`` is the absolute path of a file outside."""
     if not (isinstance(value, dict) and "!" in value):
         return value
     kind, number = value["!"], value.get("n", 0)
@@ -91,7 +92,7 @@ ONLY_PICKLED: tuple[dict[str, Any], ...] = (
 
 
 def written(value: Any, secret: str) -> str:
-    """The JSON text of a value, as no library would write it."""
+    """Return the JSON text of a value, as no library would write it."""
     if not (isinstance(value, dict) and "!" in value):
         return json.dumps(value)
     kind, number = value["!"], value.get("n", 0)
@@ -109,7 +110,7 @@ def written(value: Any, secret: str) -> str:
 
 
 def children(node: Any) -> list[tuple[Any, Any]]:
-    """The keys and values inside a value; a key that is no text is its number among them."""
+    """Return the keys and values inside a value; if a key is not a string, the number of its position."""
     if isinstance(node, dict):
         return [(key if isinstance(key, str) else place, value) for place, (key, value) in enumerate(node.items())]
     if isinstance(node, list | tuple):
@@ -120,7 +121,7 @@ def children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def draw_path(random: random.Random, tree: Any) -> list[Any]:
-    """The way to some value: containers of few values are as likely as those of many."""
+    """Return a random path to a value: small containers are as likely as large ones."""
     path: list[Any] = []
     while True:
         inside = children(tree)
@@ -131,7 +132,7 @@ def draw_path(random: random.Random, tree: Any) -> list[Any]:
 
 
 def change_tree(tree: Any, path: list[Any], change: Callable[[Any], Any]) -> Any:
-    """A copy of ``tree`` in which what is at ``path`` is what ``change`` makes of it.
+    """Return a copy of ``tree`` in which the value at ``path`` is replaced by ``change`` of it.
 
     Raises:
         Stale: there is nothing at ``path``.
@@ -155,7 +156,7 @@ def change_tree(tree: Any, path: list[Any], change: Callable[[Any], Any]) -> Any
 
 
 def without(tree: Any, path: list[Any]) -> Any:
-    """A copy of ``tree`` that lacks what is at ``path``."""
+    """Return a copy of ``tree`` without the value at ``path``."""
 
     def cut(node: Any) -> Any:
         if isinstance(node, dict):
@@ -171,7 +172,7 @@ def without(tree: Any, path: list[Any]) -> Any:
 
 
 def renamed(tree: Any, path: list[Any], name: str) -> Any:
-    """A copy of ``tree`` in which the key at the end of ``path`` is called ``name``."""
+    """Return a copy of ``tree`` in which the key at the end of ``path`` is called ``name``."""
 
     def other(node: Any) -> Any:
         if not isinstance(node, dict) or path[-1] not in node:

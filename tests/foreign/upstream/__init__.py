@@ -1,1 +1,1 @@
-"""Other libraries' own tests, run from a checkout of theirs on what takes the library's place here."""
+"""Checks against a checkout of another library: DeepSpeed's own tests, and ColossalAI's names."""

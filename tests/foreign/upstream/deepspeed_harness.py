@@ -1,8 +1,8 @@
-"""A pytest plugin for DeepSpeed's own tests: only how their harness starts ranks is changed, never a test.
+"""A pytest plugin for DeepSpeed's own tests: it changes how their harness starts ranks, and no test.
 
-Their harness waits for all ranks of a test, so that one that fails leaves the others, and pytest, waiting for it. Here
-the others have some seconds to fail as well, and the test's error is that of the first rank that had one. Tests with
-more than two ranks are skipped.
+Their harness waits for all ranks of a test, so after the failure of one the other ranks, and pytest, wait forever. Here
+the other ranks have some seconds to fail as well, and the test's error is that of the first rank that had one. Tests
+with more than two ranks are skipped.
 """
 
 import json
@@ -22,19 +22,19 @@ from tests.foreign.upstream import deepspeed_setup
 
 MOST_RANKS = 2
 RESULTS = os.environ.get("UPSTREAM_RESULTS", "")
-"""A file that each test's outcome is appended to, a line of JSON for each, so that a run may end at any time."""
+"""A file to which each test's outcome is appended as a line of JSON, so that a run may be interrupted at any time."""
 SECONDS = float(os.environ.get("UPSTREAM_SECONDS", "120"))
 GRACE = 2.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What ranks are forked from has imported what every one of them needs."""
+    """Import in the server what every forked rank needs."""
     multiprocessing.set_forkserver_preload([deepspeed_setup.__name__])
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_finish(session: pytest.Session) -> Generator[None, Any, Any]:
-    """Their base class is there when their tests have been imported."""
+    """Patch their base class, which exists once their tests have been imported."""
     from unit import common
 
     common.DistributedExec._launch_procs = _launch
@@ -42,19 +42,19 @@ def pytest_collection_finish(session: pytest.Session) -> Generator[None, Any, An
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A line for the test, when it is known what came of it."""
+    """Write a line for the test, when its outcome is known."""
     if report.when == "call" or report.outcome != "passed":
         _note(report, report.outcome, report.duration)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A file that cannot be imported is a line, too."""
+    """Write a line for a file that cannot be imported."""
     if report.outcome == "failed":
         _note(report, "not collected", 0.0)
 
 
 def _note(report: pytest.TestReport | pytest.CollectReport, outcome: str, seconds: float) -> None:
-    """With the error's own line, or why it is skipped."""
+    """Write the outcome, with the first line of the error or the reason why it is skipped."""
     why = reason(str(report.longrepr or ""), last=True) if outcome != "passed" else ""
     if outcome == "skipped":
         why = str(report.longrepr[-1]) if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -1,7 +1,8 @@
 """``python -m tests.foreign.upstream.names_colossalai CHECKOUT``: can each of ColossalAI's names be imported here?
 
-Its modules are read, not imported. Names are those that a public module defines, that a public package shows, and that
-its examples, applications, tests and pages import. A line for each that is not there; 1 if its own modules have such.
+Its modules are read, not imported. Names are those that a public module defines, that a public package exports, and
+that its examples, applications, tests and pages import. Missing names are printed, one per line; the exit status is 1
+if its own modules have some of these.
 """
 
 import argparse
@@ -19,7 +20,7 @@ Name = tuple[str, str]
 
 
 def main() -> int:
-    """Print what is missing, and how many there are."""
+    """Print the missing names, and how many there are."""
     parser = argparse.ArgumentParser(prog="python -m tests.foreign.upstream.names_colossalai", description=__doc__)
     parser.add_argument("checkout", type=Path, help="of hpcaitech/ColossalAI")
     args = parser.parse_args()
@@ -35,7 +36,8 @@ def main() -> int:
 
 
 def shown(checkout: Path) -> set[Name]:
-    """``(module, name)`` of what public modules define, and of what public packages import from below them."""
+    """Return ``(module, name)`` of what public modules define, and of what public packages import from their
+    submodules."""
     found: set[Name] = set()
     for file in sorted((checkout / FOREIGN).rglob("*.py")):
         module = _dotted(file.relative_to(checkout))
@@ -60,7 +62,7 @@ def _dotted(file: Path) -> str:
 
 
 def imported(checkout: Path) -> set[Name]:
-    """``(module, name)`` of what programs, tests, and Python on pages take by ``from ... import``."""
+    """Return ``(module, name)`` of what programs, tests, and Python code on pages import by ``from ... import``."""
     found: set[Name] = set()
     for file in (file for folder in BESIDE for file in (checkout / folder).rglob("*") if file.is_file()):
         if file.suffix not in (".py", ".md"):
@@ -78,7 +80,7 @@ def imported(checkout: Path) -> set[Name]:
 
 
 def missing(names: set[Name]) -> set[Name]:
-    """Those that cannot be imported."""
+    """Return the names that cannot be imported."""
     return {each for each in names if not _is_there(*each)}
 
 

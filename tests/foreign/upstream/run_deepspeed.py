@@ -1,12 +1,14 @@
-"""``python -m tests.foreign.upstream.run_deepspeed --checkout PATH [FILE ...]``: DeepSpeed's unit tests, run on ours.
+"""``python -m tests.foreign.upstream.run_deepspeed --checkout PATH [FILE ...]``: runs DeepSpeed's unit tests on
+shardwise.
 
-Each runs as it is, on one or two ranks of a CPU, while ``import deepspeed`` means ``shardwise.deepspeed``. A table of
-folders is printed, and below it every error with the number of tests that it ended.
+Each runs unchanged, on one or two ranks of a CPU, while ``import deepspeed`` means ``shardwise.deepspeed``. It prints a
+table of folders, and below it every error with the number of tests that it ended.
 
-``--kept FILE ...`` runs nothing: the table is of outcomes that earlier runs kept (``--results``), each test's last one.
+``--kept FILE ...`` runs nothing: the table is of outcomes that earlier runs stored (``--results``), each test's last
+one.
 
-It needs the folder ``tests`` of a checkout of DeepSpeed, and pytest before 8.4, of which fixtures may be classes as
-theirs are: ``--packages`` is a folder that pip installed it, hjson and py-cpuinfo into.
+It needs the folder ``tests`` of a checkout of DeepSpeed, and pytest before 8.4, since later versions reject fixtures
+that are classes, as theirs are: ``--packages`` is a folder into which pip installed it, hjson and py-cpuinfo.
 """
 
 import argparse
@@ -33,12 +35,12 @@ CHOSEN = (
     *("v1/half_precision", "v1/zero", "checkpoint", "comm", "launcher"),
     *("ops/adagrad", "ops/adam", "ops/lion", "ops/muon", "utils"),
 )
-"""Of ``tests/unit``: what is about things that there are here. Inference, pipelines, experts, compression, autotuning
-and kernels are not."""
+"""Files of ``tests/unit`` about features that exist here, without inference, pipelines, experts, compression,
+autotuning and kernels."""
 
 
 def main() -> int:
-    """Run, and print the table; 2 where nothing could be run."""
+    """Run, and print the table; the exit status is 2 if nothing could be run."""
     parser = argparse.ArgumentParser(prog="python -m tests.foreign.upstream.run_deepspeed", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="of tests/unit (default: all that concern us)")
     parser.add_argument("--checkout", type=Path, help="of DeepSpeed")
@@ -63,7 +65,8 @@ def main() -> int:
 
 
 def kept(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Outcomes of runs, the oldest first: of a test that several have, the last. A line that a kill cut is left out."""
+    """Return the outcomes of runs, the oldest first: if several have a test, its last one. A truncated line is
+    skipped."""
     found: dict[str, dict[str, Any]] = {}
     for file in files:
         for line in file.read_text("utf-8").splitlines():
@@ -92,7 +95,7 @@ def _run(tests: Path, files: Iterable[str], packages: Path | None, results: Path
 
 
 def table(found: Iterable[Mapping[str, Any]]) -> str:
-    """Rows in Markdown: folder, passed, failed, skipped, and files that could not be imported."""
+    """Return rows in Markdown: folder, passed, failed, skipped, and files that could not be imported."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for each in found:
         file = each["test"].partition("::")[0].removeprefix("unit/")
@@ -104,7 +107,7 @@ def table(found: Iterable[Mapping[str, Any]]) -> str:
 
 
 def reasons(found: Iterable[Mapping[str, Any]]) -> str:
-    """Errors, the most frequent first, each with the number of tests and one of them."""
+    """Return errors, the most frequent first, each with the number of tests and one of them."""
     tests: dict[str, list[str]] = defaultdict(list)
     for each in found:
         if each["outcome"] in ("failed", "not collected"):

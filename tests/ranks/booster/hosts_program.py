@@ -1,4 +1,4 @@
-"""What each of four ranks on two hosts runs: layers cut inside a host, and data or pipeline parallelism across."""
+"""Program of four ranks on two hosts: tensor parallelism inside a host, data or pipeline parallelism across hosts."""
 
 import socket
 from typing import Any
@@ -30,7 +30,7 @@ def train(pp_size: int, zero_stage: int) -> None:
     )
     _, replicas = plugin.data_parallel()
     texts = Texts(STEPS * BATCH * replicas)
-    texts.items["labels"] = texts.items["input_ids"]  # as many in each micro-batch
+    texts.items["labels"] = texts.items["input_ids"]  # the same number of labels in each micro-batch
     loader = plugin.prepare_dataloader(texts, BATCH)
     booster = Booster(plugin=plugin)
     model = made("llama")

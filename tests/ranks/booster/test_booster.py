@@ -1,11 +1,7 @@
-"""The Booster on two ranks against one plain process: every setting of its plugins, optimizers, and failing saves.
+"""The Booster on two ranks: training equals one plain process under every plugin, and saves fail on every rank.
 
-tests/ranks/front_ends has what each plugin has in common with other front-ends.
-
-A Booster's save or load on the master alone: each rank is told in what, and the program's own group is as it was.
-What goes wrong while the Booster saves on two ranks, at once or in the background: every rank is told, and what was
-saved before is still there.
-What ColossalAI's wrappers of models and optimizers offer, under every plugin; and who lacks what is not there.
+A failed save, synchronous or asynchronous, raises on every rank and leaves what was saved before. The wrappers of
+models and optimizers have ColossalAI's published methods. Tests that several front-ends share: tests/ranks/front_ends.
 """
 
 import math
@@ -52,7 +48,7 @@ RANKS = 2
     ],
 )
 def test_training_equals_one_process(name: str, no_sync: str) -> None:
-    """Three passes a step; ``no_sync`` names the argument that ``Booster.no_sync`` gets in the first two."""
+    """Each step has three passes; ``no_sync`` names the argument of ``Booster.no_sync`` in the first two."""
     run = Run(PLUGINS[name]())
     for step in range(3):
         with run.booster.no_sync(**{no_sync: getattr(run, no_sync)}) if no_sync else nullcontext():
@@ -65,7 +61,7 @@ def test_training_equals_one_process(name: str, no_sync: str) -> None:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["zero2", *full("gemini")])
-def test_no_sync_says_where_it_cannot_help(name: str) -> None:
+def test_no_sync_is_refused_where_it_has_no_effect(name: str) -> None:
     run = Run(PLUGINS[name]())
     raises(RuntimeError, "accumulate by calling backward several times", run.booster.no_sync, run.model, run.optimizer)
 
@@ -85,7 +81,7 @@ def test_another_booster_saves_and_loads_the_optimizer(tmp_path: Path) -> None:
 
 
 @on_ranks(RANKS)
-def test_a_file_that_one_rank_cannot_read_is_an_error_everywhere(tmp_path: Path) -> None:
+def test_unreadable_file_on_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
     run = Run(PLUGINS["gemini"]())
     run.booster.save_model(run.model, tmp_path / "here.safetensors")
     file = tmp_path / f"{'here' if dist.get_rank() == 0 else 'missing'}.safetensors"
@@ -101,14 +97,14 @@ CALLS: dict[str, Callable[[Run, str], object]] = {
     "loading the optimizer from ": lambda run, to: run.booster.load_optimizer(run.optimizer, f"{to}/before.bin"),
     "loading the model from ": lambda run, to: run.booster.load_model(run.model, f"{to}/before.safetensors"),
 }
-"""By what ranks are told; the second one is in the background."""
+"""Calls by the words of the error that they raise; the second call is asynchronous."""
 QUICK_CALLS = ("saving the model to", "saving the lr_scheduler to ", "loading the optimizer from ")
 
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("call", [*QUICK_CALLS, *full(*(call for call in CALLS if call not in QUICK_CALLS))])
-def test_the_master_alone_in_a_call_and_a_rank_that_trains_on_are_told_at_once(call: str, tmp_path: Path) -> None:
-    """What each is told, and that their own group works."""
+def test_collective_call_on_rank_0_alone_raises_on_all_ranks(call: str, tmp_path: Path) -> None:
+    """Only rank 0 makes the call: both ranks raise an error that names it, and the process group still works."""
     run = Run(PLUGINS["gemini"]())
     run.steps(0, 1)
     run.booster.save_model(run.model, tmp_path / "before.safetensors")
@@ -122,7 +118,7 @@ def test_the_master_alone_in_a_call_and_a_rank_that_trains_on_are_told_at_once(c
     assert left == (["alone.json"] if "saving the lr_scheduler" in call else []), "a schedule is rank 0's own to write"
 
 
-# -- asynchronous
+# -- asynchronous saves
 
 
 @on_ranks(RANKS)
@@ -155,7 +151,7 @@ def test_asynchronous_saves(name: str, tmp_path: Path) -> None:
 
 
 @on_ranks(RANKS)
-def test_a_failed_asynchronous_save_is_told_to_every_rank(tmp_path: Path) -> None:
+def test_failed_asynchronous_save_raises_on_all_ranks(tmp_path: Path) -> None:
     run = Run(PLUGINS["gemini"]())
     (tmp_path / "file").touch()
     run.booster.save_model(run.model, tmp_path / "file" / "m.safetensors", use_async=True)
@@ -181,7 +177,7 @@ def _run(plugin: Any, precision: str | None = None) -> tuple[Booster, nn.Module,
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", *full("zero1", "gemini")])
-def test_the_published_methods_are_there(name: str) -> None:
+def test_wrappers_have_the_published_methods(name: str) -> None:
     booster, model, wrapped, optimizer = _run(PLUGINS[name]())
     assert wrapped.optim is optimizer and wrapped.unwrap() is optimizer
     assert [id(p) for p in wrapped.parameters] == [id(p) for g in wrapped.param_groups for p in g["params"]] != []
@@ -190,7 +186,7 @@ def test_the_published_methods_are_there(name: str) -> None:
     wrapped.clip_grad_by_value(0.5)
     clipped = float(wrapped.clip_grad_by_norm(0.1, norm_type=2.0, error_if_nonfinite=True))
     wrapped.step()
-    # The engine tells the norm of what step() applies, the wrappers of torch that of the last clipping.
+    # The engine reports the norm of the gradients that step() applies, torch's wrappers that of the last clipping.
     assert clipped > 0.1
     assert wrapped.get_grad_norm(norm_type=2.0) == pytest.approx(0.1 if name in ENGINE else clipped, rel=1e-4)
     raises(ValueError, "^norm_type=3.0: .*p=2", wrapped.get_grad_norm, 3.0)
@@ -209,7 +205,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["zero2", *full("zero1", "gemini")])
-def test_a_state_can_be_rank_0s_alone(name: str) -> None:
+def test_state_dict_with_only_rank_0(name: str) -> None:
     booster, model, wrapped, _ = _run(PLUGINS[name]())
     wrapped.step()
     whole, alone = model.state_dict(), model.state_dict(only_rank_0=True)
@@ -233,7 +229,7 @@ def test_a_state_can_be_rank_0s_alone(name: str) -> None:
 
 
 @on_ranks(RANKS)
-def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked_for() -> None:
+def test_clipping_raises_on_a_nonfinite_norm_if_requested() -> None:
     booster, model, wrapped, _ = _run(LowLevelZeroPlugin(stage=2, precision="fp16", initial_scale=1024.0))
     assert wrapped.loss_scale == 1024.0
     gradient = next(p.grad for p in model.parameters() if p.grad is not None)

@@ -1,4 +1,4 @@
-"""The Booster's checkpoints on two ranks: every plugin reads what another wrote, whole or in shards, in any format."""
+"""The Booster's checkpoints on two ranks: every plugin reads, in any format, what another plugin wrote."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
-from shardwise.core.checkpoint import CheckpointDamage, portable
+from shardwise.core.checkpoint import CheckpointDamage, portable_files
 from shardwise.plan import zero
 from shardwise.session import build
 from tests.support.booster_setup import PLUGINS, TINY, Net, Run, assert_same, batch, load, plain, save, start
@@ -28,8 +28,8 @@ RANKS = 2
 
 
 @on_ranks(RANKS)
-def test_torch_files_go_from_one_plugin_to_another_and_to_torch(tmp_path: Path) -> None:
-    """As ColossalAI's scripts name them; plain torch goes on with them, too."""
+def test_torch_files_load_under_another_plugin_and_in_torch(tmp_path: Path) -> None:
+    """The file names are those of ColossalAI's scripts; plain torch continues the training from the files, too."""
     run = Run(PLUGINS["gemini"]())
     run.steps(0, 2)
     run.booster.save_model(run.model, tmp_path / "model.pt", use_async=True)
@@ -69,11 +69,11 @@ def test_torch_files_go_from_one_plugin_to_another_and_to_torch(tmp_path: Path) 
         *campaign(("zero2", "zero1"), ("gemini-replicas", "ddp")),
     ],
 )
-def test_shards_of_any_plugin_are_read_by_any_other(writer: str, reader: str, tmp_path: Path) -> None:
+def test_sharded_files_load_under_another_plugin(writer: str, reader: str, tmp_path: Path) -> None:
     run = Run(PLUGINS[writer]())
     run.steps(0, 2)
     with torch.no_grad():
-        run.model(torch.ones(1, 5))  # whole parameters may be left in place
+        run.model(torch.ones(1, 5))  # evaluation may leave unsharded parameters in place
     save(run, tmp_path)
     again = Run(PLUGINS[reader](), seed=99)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_shards_of_any_plugin_are_read_by_any_other(writer: str, reader: str, tm
 
 
 def _as_colossalai_loads_an_optimizer(folder: Path) -> None:
-    """One index, its groups file, numbers through the groups: what upstream's loader does; then a step as torch's."""
+    """Load a sharded optimizer as ColossalAI's loader does: one index, its groups file, parameters by number."""
     (index_file,) = folder.glob("*.index.json")
     index = json.loads(index_file.read_text("utf-8"))
     groups = torch.load(folder / index["metadata"]["param_groups"], weights_only=True)
@@ -135,19 +135,19 @@ WIDTH, LAYERS = 1536, 10
 
 
 @on_ranks(RANKS)
-def test_no_rank_holds_the_model(tmp_path: Path) -> None:
-    """By how many bytes the host memory of a rank rises while saving, and what rank 0 asks for at a time."""
+def test_saving_never_gathers_the_full_model_on_a_rank(tmp_path: Path) -> None:
+    """The rise of a rank's host memory while saving, and the sizes of rank 0's reads, stay far below the model's."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     booster = Booster(plugin=GeminiPlugin(precision="fp32", min_chunk_size_m=1, search_range_m=1))
     boosted, *_ = booster.boost(model)
     asked: list[int] = []
 
-    class Counting(portable._Gathered):
+    class Counting(portable_files._Gathered):
         def read(self, name: str, start: int, numel: int) -> torch.Tensor:
             asked.append(numel * 4)
             return super().read(name, start, numel)
 
-    with mock.patch.multiple(portable, _Gathered=Counting, BLOCK_BYTES=1 << 22):
+    with mock.patch.multiple(portable_files, _Gathered=Counting, BLOCK_BYTES=1 << 22):
         is_new = forget_peak()
         before = resident_bytes("VmRSS")
         booster.save_model(boosted, tmp_path, shard=True, size_per_shard=32)
@@ -155,8 +155,8 @@ def test_no_rank_holds_the_model(tmp_path: Path) -> None:
     tensor, slack = 4 * WIDTH * WIDTH, 2 * (1 << 22) + (8 << 20)
     if dist.get_rank() == 0:
         assert asked == [tensor] * LAYERS, "rank 0 reads each tensor once"
-        # A block of the stream (64 MiB, here one tensor of 9), perhaps the one before it, a fragment on its way, and
-        # slack.
+        # One block of the stream (64 MiB; here one tensor of 9 MiB), perhaps the block before it, a fragment in
+        # transit, and slack.
         assert rise < 2 * tensor + slack < LAYERS * tensor // 2, (rise, tensor)
     else:
         assert rise < slack, rise
@@ -167,7 +167,7 @@ def test_no_rank_holds_the_model(tmp_path: Path) -> None:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["zero1", *full("fsdp"), *campaign("ddp")])
-def test_defect_5_sharded_misfits_are_listed(name: str, tmp_path: Path) -> None:
+def test_errors_of_sharded_loads_list_all_mismatches(name: str, tmp_path: Path) -> None:
     run = Run(PLUGINS[name]())
     before = run.model.state_dict()
     Booster().save_model(Net(hidden=6), tmp_path / "other", shard=True, size_per_shard=TINY)
@@ -189,7 +189,7 @@ def test_defect_5_sharded_misfits_are_listed(name: str, tmp_path: Path) -> None:
     assert torch.equal(after["last.bias"], before["last.bias"])
 
 
-# -- everything
+# -- save_checkpoint and load_checkpoint
 
 
 @on_ranks(RANKS)
@@ -201,7 +201,7 @@ def test_defect_5_sharded_misfits_are_listed(name: str, tmp_path: Path) -> None:
         *campaign(("fsdp", "fsdp"), ("ddp", "gemini")),
     ],
 )
-def test_everything_is_saved_and_restored(writer: str, reader: str, tmp_path: Path) -> None:
+def test_checkpoint_restores_the_full_training_state(writer: str, reader: str, tmp_path: Path) -> None:
     rank = dist.get_rank()
     run = Run(PLUGINS[writer](), noise=writer == reader)
     torch.manual_seed(10 + rank)
@@ -237,8 +237,8 @@ def test_everything_is_saved_and_restored(writer: str, reader: str, tmp_path: Pa
 
 
 @on_ranks(RANKS)
-def test_defect_10_loss_scales_travel_between_plugins(tmp_path: Path) -> None:
-    """fp16: our scale, and torch's under DDP, through every kind of file and into each other."""
+def test_loss_scales_are_loaded_by_other_plugins(tmp_path: Path) -> None:
+    """fp16: each file format carries the scale of LowLevelZero to torch's GradScaler under DDP, and back."""
     runs = {}
     for name, booster in (
         ("zero", Booster(plugin=LowLevelZeroPlugin(stage=2, initial_scale=512.0, growth_interval=100))),
@@ -263,7 +263,7 @@ def test_defect_10_loss_scales_travel_between_plugins(tmp_path: Path) -> None:
 
 
 @on_ranks(RANKS)
-def test_wrong_calls_of_the_checkpoint_methods() -> None:
+def test_invalid_calls_of_the_checkpoint_methods_raise() -> None:
     run, other = Run(PLUGINS["zero1"]()), Run(PLUGINS["ddp"]())
     for model, optimizer in ((run.model, other.optimizer), (other.model, run.optimizer), (Net(), None)):
         booster = run.booster if model is run.model else other.booster

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft under every plugin: training equals plain peft in one process, and so do the saved files."""
+"""LoRA adapters of peft under every plugin: training and saved files equal those of plain peft in one process."""
 
 import functools
 import json
@@ -74,7 +74,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def plain(steps: int, model: nn.Module | None = None) -> PeftModel:
-    """peft by itself, in one process over whole batches."""
+    """Train with plain peft in one process on the full batches."""
     if model is None:
         model = net()
         torch.manual_seed(4)
@@ -88,7 +88,7 @@ def plain(steps: int, model: nn.Module | None = None) -> PeftModel:
 
 
 class Run:
-    """``early``: the optimizer is built before the adapter, as scripts that only add a line do."""
+    """A boosted model with an adapter; ``early`` builds the optimizer before the adapter, as some scripts do."""
 
     def __init__(self, plugin: Plugin, early: bool, pretrained: str | None = None) -> None:
         self.booster = Booster(plugin=plugin)
@@ -165,7 +165,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 @on_ranks(RANKS, timeout=240)
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", *full("zero1", "gemini")])
-def test_base_weights_have_no_state_and_no_exchange(name: str, tmp_path: Path) -> None:
+def test_base_weights_have_no_optimizer_state_and_no_communication(name: str, tmp_path: Path) -> None:
     run = Run(PLUGINS[name](), True)
     run.steps(0, 1)
     run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.safetensors")
@@ -186,7 +186,7 @@ def test_base_weights_have_no_state_and_no_exchange(name: str, tmp_path: Path) -
 
 
 def llama(folder: str, seed: int) -> Any:
-    """With four tokens more than the model in ``folder``; their rows follow from ``seed``."""
+    """Load the model in ``folder`` and add four tokens; ``seed`` determines their embeddings."""
     model = LlamaForCausalLM.from_pretrained(folder)
     torch.manual_seed(seed)
     model.resize_token_embeddings(24, mean_resizing=False)
@@ -195,7 +195,7 @@ def llama(folder: str, seed: int) -> Any:
 
 @on_ranks(RANKS, timeout=240)
 @pytest.mark.parametrize(("name", "tied"), [("zero2", False), *full(("gemini", True))])
-def test_tokens_and_a_resized_vocabulary(name: str, tied: bool, tmp_path: Path) -> None:
+def test_trainable_tokens_and_a_resized_vocabulary(name: str, tied: bool, tmp_path: Path) -> None:
     folder = str(tmp_path)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     if dist.get_rank() == 0:
@@ -212,7 +212,7 @@ def test_tokens_and_a_resized_vocabulary(name: str, tied: bool, tmp_path: Path) 
     model, optimizer, *_ = booster.boost(peft, optimizer)
     booster.save_lora_as_pretrained(model, f"{folder}/first", use_safetensors=True)
     theirs, first = (load_file(f"{folder}/{each}/adapter_model.safetensors") for each in ("theirs", "first"))
-    # Of a tied head peft writes the tokens a second time where the vocabulary was resized, and does not read them.
+    # With a tied head and a resized vocabulary, peft writes the tokens a second time, and does not read them.
     assert set(theirs) - set(first) <= {"base_model.model.lm_head.token_adapter.trainable_tokens_delta"}
     assert set(first) <= set(theirs) and all(torch.equal(first[key], theirs[key]) for key in first)
     assert sum("embed_tokens" in key for key in first) == 2 and any("lm_head" in key for key in first)
@@ -235,7 +235,7 @@ def test_tokens_and_a_resized_vocabulary(name: str, tied: bool, tmp_path: Path) 
 
 
 @on_ranks(RANKS, timeout=240)
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_lora_calls_are_refused() -> None:
     booster = Booster(plugin=PLUGINS["zero2"]())
     model, *_ = booster.boost(net())
     lora, add = booster.enable_lora, booster.plugin.add_lora_params_to_optimizer  # type: ignore[union-attr]
@@ -265,7 +265,7 @@ def test_add_lora_params_to_optimizer() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2], "a second call changes nothing"
 
 
-def test_two_adapters_and_a_configuration_without_effect(tmp_path: Path) -> None:
+def test_second_adapter_and_unused_lora_config(tmp_path: Path) -> None:
     booster = Booster()
     adapted: Any = booster.enable_lora(net(), lora_config=config())
     adapted.add_adapter("other", config(target_modules=["up"], modules_to_save=None))

@@ -1,7 +1,4 @@
-"""HybridParallelPlugin behind the Booster, against plain PyTorch in one process: fp64, dp x tp on four ranks.
-
-Sequence parallelism behind the Booster, against plain PyTorch in one process: fp64, four ranks.
-"""
+"""HybridParallelPlugin: tensor and sequence parallelism on four ranks against plain PyTorch in one process (fp64)."""
 
 from typing import Any
 
@@ -107,11 +104,11 @@ WHOLE: dict[str, Any] = {"tp_size": 2, "zero_stage": 0, "parallel_output": False
     ids=str,
 )
 def test_training_equals_plain_pytorch(kind: str, given: dict[str, Any], changes: dict[str, Any], policy: bool) -> None:
-    """``policy``: a policy of the user's own. Other plans: tests/ranks/parallel."""
+    """``policy`` adds a custom policy. More plans of tensor parallelism: tests/ranks/parallel."""
     check(kind, given, changes, policy)
 
 
-# -- what cannot be
+# -- refused arguments
 
 
 TOO_FEW: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3}
@@ -138,7 +135,7 @@ TOO_FEW: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3}
     ],
     ids=["ranks", "heads", "unknown", "policy", "ranks of stages", "layers", "given layers", "unknown in stages"],
 )
-def test_what_cannot_be_is_said_on_every_rank_and_nothing_is_changed(
+def test_refused_models_raise_on_all_ranks_and_do_not_change(
     ranks: int, kind: str, given: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
     model: Any = nn.Linear(4, 4) if kind == "linear" else made(kind, attn_implementation="eager", **changes)
@@ -153,7 +150,7 @@ def test_what_cannot_be_is_said_on_every_rank_and_nothing_is_changed(
     if kind != "linear":
         assert not any(getattr(layer, "gradient_checkpointing", False) for layer in model.modules())
         assert model.config._attn_implementation == "eager"
-        model(**Texts(2).items).loss.backward()  # it is whole, and works
+        model(**Texts(2).items).loss.backward()  # the model is not sharded, and still works
 
 
 RING = {"sequence_parallelism_mode": "ring_attn"}
@@ -164,7 +161,7 @@ def _staged(kind: str, given: dict[str, Any], changes: dict[str, Any], expected:
     plugin = HybridParallelPlugin(**{"tp_size": 1, "pp_size": 2, "precision": "fp32"} | shared | given)
     assert plugin.data_parallel() == (0, 1)
     texts = Texts(STEPS * 2 * BATCH)
-    texts.items["labels"] = texts.items["input_ids"]  # as many in each micro-batch
+    texts.items["labels"] = texts.items["input_ids"]  # the same number of labels in each micro-batch
     loader = plugin.prepare_dataloader(texts, 2 * BATCH)
     booster = Booster(plugin=plugin)
     model = made(kind, **changes)
@@ -192,14 +189,14 @@ def _staged(kind: str, given: dict[str, Any], changes: dict[str, Any], expected:
     ],
     ids=str,
 )
-def test_the_stages_of_a_pipeline_share_sequences(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_sequence_parallel_pipeline_stages(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
     expected = plain_steps(kind, 1, 2 * BATCH, False, True, **changes)
     run_ranks(RANKS, _staged, kind, given, changes, expected, timeout=120.0)
 
 
 @on_ranks(2)
-def test_heads_travel_in_8_bits() -> None:
-    """Of every four bytes of heads one, and one for each 128; the sums of the loss and the gathers stay as they are."""
+def test_attention_heads_are_sent_in_fp8() -> None:
+    """fp8 sends one byte instead of four, and a scale per 128 elements; sums of the loss are not compressed."""
     found = []
     for compress in (False, True):
         given: dict[str, Any] = {"tp_size": 1, "pp_size": 1, "fp8_communication": compress, **SHARED}
@@ -218,5 +215,5 @@ def test_heads_travel_in_8_bits() -> None:
     (loss, sent, norm), (other, less, near) = found
     assert other != loss and abs(other - loss) < 0.02 * loss
     assert near != norm and abs(near - norm) < 0.1 * norm
-    rest = 4 * 2 * BATCH  # numbers and losses, there and back
+    rest = 4 * 2 * BATCH  # counts and losses, sent and received
     assert 0 <= less - rest < (sent - rest) * 0.27

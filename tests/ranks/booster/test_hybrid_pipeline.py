@@ -1,4 +1,4 @@
-"""HybridParallelPlugin with a pipeline behind the Booster, against plain PyTorch in one process: fp64, pp x tp x dp."""
+"""HybridParallelPlugin with a pipeline: pp x tp x dp on four ranks against plain PyTorch in one process (fp64)."""
 
 import functools
 import itertools
@@ -25,9 +25,9 @@ from tests.support.sets import full
 RANKS, ROWS = 4, 3
 EXAMPLE = Path(__file__).parents[3] / "examples" / "booster_plugins" / "hybrid_parallel.py"
 LAYERS = {"llama": "num_hidden_layers", "gpt2": "n_layer", "bert": "num_hidden_layers"}
-"""Five of them: stages are of unequal length."""
+"""Arguments that set the number of layers. Five layers make stages of unequal length."""
 OF_PARTS = ("llama", "gpt2")
-"""Their loss of parts of logits is computed in fp64, that of whole ones in fp32."""
+"""Models that compute the loss in fp64 from sharded logits, and in fp32 from full logits."""
 
 
 def deep(kind: str, dtype: torch.dtype = torch.float64, layers: int = 5, **changes: Any) -> Any:
@@ -70,7 +70,7 @@ def wide(**numbers: float) -> dict[str, Tensor]:
 
 
 def criterion_of(kind: str, plugin: HybridParallelPlugin) -> Any:
-    """What :func:`plain` computes: of whole logits without transformers' cast to fp32."""
+    """Return the criterion of :func:`plain`: with full logits, without transformers' cast to fp32."""
     return exact if kind in OF_PARTS and plugin.tp_size == 1 else own
 
 
@@ -109,7 +109,7 @@ def _trained(kind: str, given: dict[str, Any], expected: Expected, division: tup
 
 
 def check(kind: str, given: dict[str, Any]) -> None:
-    """The plain run is computed once, here: each rank would take as long for it as for its own part."""
+    """Train and compare; the plain run is computed once here, because it would double the time of each rank."""
     stages, rows = given.get("pp_size", 2), given.get("microbatch_size")
     number = None if rows else given.get("num_microbatches", stages * given.get("num_model_chunks", 1))
     expected = plain(kind, RANKS // (given.get("tp_size", 1) * stages), number, rows)
@@ -145,24 +145,24 @@ ZERO1, HALF = {"zero_stage": 1}, GradientCheckpointConfig(0.5)
     ids=str,
 )
 def test_training_equals_plain_pytorch(kind: str, given: dict[str, Any]) -> None:
-    """Models, stages and schedules by themselves: tests/ranks/parallel."""
+    """Tests of stages and schedules without the Booster: tests/ranks/parallel."""
     check(kind, given)
 
 
 @on_ranks(RANKS)
 @pytest.mark.full
-def test_the_fifth_example_runs_as_printed() -> None:
+def test_hybrid_parallel_example_runs_as_printed() -> None:
     shown = everywhere(float(printed(EXAMPLE)[0].removeprefix("loss ")))
-    assert len(set(shown)) == 1 and shown[0] < 3.0  # of 97 words: log(97) = 4.6
+    assert len(set(shown)) == 1 and shown[0] < 3.0  # 97 words: a random guess has log(97) = 4.6
 
 
-# -- precision, accumulation, evaluation
+# -- precision
 
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("style", [{}, *full(ZBV)], ids=["1f1b", "zbv"])
-def test_an_overflow_in_one_stage_is_one_in_all(style: dict[str, Any]) -> None:
-    """The gradient of the last stage's loss alone is not finite: no stage takes the step, and the scale falls."""
+def test_overflow_in_one_stage_skips_the_step_in_all(style: dict[str, Any]) -> None:
+    """Only the last stage has a non-finite gradient: all stages skip the step and lower the scale."""
     plugin = HybridParallelPlugin(
         tp_size=1, pp_size=2, precision="fp16", num_microbatches=2, initial_scale=2.0**8, hysteresis=1, **style
     )
@@ -184,11 +184,11 @@ def test_an_overflow_in_one_stage_is_one_in_all(style: dict[str, Any]) -> None:
     booster.close()
 
 
-# -- what cannot be
+# -- invalid calls
 
 
 @on_ranks(2)
-def test_wrong_calls_say_what_to_call() -> None:
+def test_errors_of_invalid_calls_name_the_right_call() -> None:
     plugin = HybridParallelPlugin(tp_size=1, pp_size=2, precision="fp32", num_microbatches=2)
     booster, model = Booster(plugin=plugin), deep("llama")
     model, optimizer, *_ = booster.boost(model, optimizer_of(model))
@@ -208,6 +208,6 @@ def test_wrong_calls_say_what_to_call() -> None:
         with pytest.raises((StopIteration, KeyError) if rank else PeerError) as error:
             booster.execute_pipeline(mine if rank else iter([items]), model, own, optimizer)
         assert rank or f"of a step failed:\n  rank 1: {words}" in str(error.value)
-    found = booster.execute_pipeline(iter([items]), model, own, optimizer, broadcast_loss=True)  # none did harm
+    found = booster.execute_pipeline(iter([items]), model, own, optimizer, broadcast_loss=True)  # still usable
     assert found["loss"].isfinite() and found["outputs"] is None
     booster.close()

@@ -1,4 +1,4 @@
-"""What the Booster saves of a model in stages: whole tensors, and runs that go on under other layouts, and back."""
+"""Checkpoints of a model in pipeline stages: files have full tensors, and a run continues under other layouts."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ stages = functools.partial(hybrid, tp_size=1, pp_size=2, num_microbatches=1)
 
 
 class Marked(nn.RMSNorm):
-    """A norm with a buffer and extra state, which are in another stage than the first."""
+    """A norm with a buffer and extra state; it is in the last stage."""
 
     marks: Tensor
 
@@ -54,14 +54,14 @@ def batch_of(step: int, replica: int) -> dict[str, Tensor]:
 
 @functools.cache
 def plain() -> list[dict[str, Tensor]]:
-    """The parameters after each step."""
+    """Return the parameters after each step."""
     batches = [[[batch_of(step, replica) for replica in range(REPLICAS)]] for step in range(STEPS)]
     loss = functools.partial(loss_of, of_parts=False)
     return train_plain(model_of, loss, optimizer_of, batches, PlainRecipe(max_norm=MAX_NORM)).masters
 
 
 def one_step(booster: Booster, model: Any, optimizer: Any, step: int) -> None:
-    """On two replicas, or on one rank what both see."""
+    """Train one step on the batches of both replicas; a rank without a second replica takes both batches."""
     assert booster.plugin is not None
     replica, replicas = booster.plugin.data_parallel()
     weight = replicas / REPLICAS
@@ -76,7 +76,7 @@ def one_step(booster: Booster, model: Any, optimizer: Any, step: int) -> None:
 
 
 def _go_on(make: Callable[[], Plugin], step: int, folder: str) -> None:
-    """One step of the run, from what the step before has saved."""
+    """Load the checkpoint of the step before, train one step, and save."""
     plugin = make()
     booster, model = Booster(plugin=plugin), model_of()
     if step:
@@ -125,7 +125,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Plugin]]] = {
     ],
     ids="-".join,
 )
-def test_a_run_goes_on_under_other_layouts(way: tuple[str, ...], tmp_path: Path) -> None:
+def test_run_continues_under_other_layouts(way: tuple[str, ...], tmp_path: Path) -> None:
     expected = plain()
     for step, name in enumerate(way):
         ranks, make = LAYOUTS[name]

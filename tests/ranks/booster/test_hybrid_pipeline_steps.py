@@ -1,5 +1,7 @@
-"""Between the passes of a pipeline and its step: gradients that are read and changed, steps that one rank refuses,
-losses that are NaN; against plain PyTorch in one process, fp64. Models with adapters (LoRA), and without memory."""
+"""Pipeline steps of HybridParallelPlugin: gradients edited between passes and ``step()``, LoRA and deferred models.
+
+The reference is plain PyTorch in one process.
+"""
 
 import functools
 from collections.abc import Callable
@@ -82,12 +84,12 @@ def drop(params: Named) -> None:
 EDITS: list[tuple[Callable[[Named], None], int]] = [
     *((halve, 1), (halve, 2), (limit, 1), (norms, 2), (assign, 1), (drop, 1), (drop, 2))
 ]
-"""Each with the number of calls before the step; the edit is after the first."""
+"""Edits, each with the number of calls before the step; the edit follows the first call."""
 
 
 @functools.cache
 def plain() -> list[dict[str, Tensor]]:
-    """The parameters after each of the edits and its step."""
+    """Return the parameters after the step of each edit."""
     whole, found = model_of(), []
     optimizer = sgd(whole)
     for edit, calls in EDITS:
@@ -104,7 +106,7 @@ def plain() -> list[dict[str, Tensor]]:
 
 
 def evaluate(booster: Booster, plugin: HybridParallelPlugin, model: Any) -> None:
-    """On other shapes, between the calls of a step."""
+    """Evaluate with other shapes between the calls of a step."""
     longer = torch.arange(1, 6).repeat(5, 2)
     batch = {"input_ids": longer, "labels": longer}
     with torch.no_grad():
@@ -137,13 +139,13 @@ def _edited(given: dict[str, Any], after: list[dict[str, Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("given", [{"zero_stage": 1}, *full({"zero_stage": 0}, {"zero_stage": 2, **ZBV})], ids=str)
-def test_gradients_can_be_used_before_the_step(given: dict[str, Any]) -> None:
+def test_gradients_can_be_edited_before_the_step(given: dict[str, Any]) -> None:
     run_ranks(2 * REPLICAS, _edited, given, plain())
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_other_numbers_of_micro_batches_are_refused_where_each_is_reduced(stage: int) -> None:
+def test_zero2_refuses_different_numbers_of_micro_batches(stage: int) -> None:
     booster, plugin, model, optimizer = boosted(model_of(), zero_stage=stage)
     replica, _ = plugin.data_parallel()
     batch = {name: values[: ROWS - 2 * replica] for name, values in batch_of(0, replica).items()}
@@ -160,13 +162,13 @@ def test_other_numbers_of_micro_batches_are_refused_where_each_is_reduced(stage:
     booster.close()
 
 
-# -- models that were made in other ways: with adapters (LoRA), and without memory (deferred)
+# -- models with LoRA adapters, and models of deferred_init
 
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj", "o_proj"], modules_to_save=["lm_head"])
 
 
 def plain_of_replicas(make: Callable[[], nn.Module], optimizer: Any, replicas: int) -> dict[str, Tensor]:
-    """What one process makes of the batches of the replicas."""
+    """Train two steps in one process on the batches of all replicas."""
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         parts = split_batch(batch, PARTS, None)
@@ -226,7 +228,7 @@ def llama() -> LlamaForCausalLM:
 
 @on_ranks(2)
 @pytest.mark.parametrize("given", [{"zero_stage": 1}, *full(ZBV)], ids=str)
-def test_a_model_without_memory_is_made_in_stages(given: dict[str, Any]) -> None:
+def test_deferred_model_is_materialized_in_stages(given: dict[str, Any]) -> None:
     with deferred_init():
         lazy = llama()
     booster, _, model, optimizer = boosted(lazy, **given)

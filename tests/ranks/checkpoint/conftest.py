@@ -1,4 +1,4 @@
-"""A small session for tests of what is written, in one process."""
+"""A small session in one process, for tests of what a checkpoint writes."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
-"""Calls that fail, and a save at its most delicate points; ``make faults`` has the full campaign.
+"""Checkpointer and its files under failing system calls, kills, damage and asynchronous saves.
 
-A few ranks killed at random moments of saves; ``make faults`` kills many.
+``make faults`` runs the full campaign of kills.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import deepspeed
-from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, NativeSource, restore, verify
+from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, NativeSource, load, verify
 from shardwise.core.checkpoint.atomic import FileSystem, sync_path
-from shardwise.core.checkpoint.format import PIECE_BYTES
+from shardwise.core.checkpoint.native_format import PIECE_BYTES
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
 from shardwise.session import Session, build
@@ -38,7 +38,7 @@ from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
 
-def test_a_soak_names_what_grows() -> None:
+def test_soak_judge_names_growing_values() -> None:
     steady = {"memory": 100 << 20, "objects": 1000, **dict.fromkeys(soak.EXACT, 7)}
     assert soak.judge([steady] * 50) == []
     for name in steady:
@@ -50,12 +50,12 @@ def test_a_soak_names_what_grows() -> None:
 
 
 @pytest.mark.parametrize("use_async", [False, True])
-def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
+def test_interrupted_save_does_not_block_the_next_one(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_async: bool
 ) -> None:
-    """The second Ctrl-C, and a thread's communicator that cannot be made."""
+    """The causes: a second Ctrl-C, and a communicator of the writing thread that cannot be created."""
     saver = Checkpointer(session)
-    place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.SavePlan", KeyboardInterrupt)
+    place, error = ("async_save.Ranks", RuntimeError) if use_async else ("checkpointer.SavePlan", KeyboardInterrupt)
     with monkeypatch.context() as patch:
         patch.setattr(f"shardwise.core.checkpoint.{place}", mock.Mock(side_effect=error))
         raises(error, None, lambda: saver.save(tmp_path, "a", use_async=use_async))
@@ -71,8 +71,8 @@ def change_a_byte(file: Path, at: int) -> None:
     file.write_bytes(damaged)
 
 
-def test_purging_counts_whole_checkpoints_only(session: Session, tmp_path: Path) -> None:
-    """A file is missing or cut off, or a load found the damage: none of these is one of those that remain."""
+def test_keep_counts_complete_checkpoints_only(session: Session, tmp_path: Path) -> None:
+    """``keep`` does not count checkpoints with a missing or truncated file, or with damage that a load detected."""
 
     def save(tag: str, keep: int | None = None, saver: Checkpointer | None = None) -> list[str]:
         (saver or Checkpointer(session)).save(tmp_path, tag, user_state=tag, keep=keep)
@@ -88,7 +88,7 @@ def test_purging_counts_whole_checkpoints_only(session: Session, tmp_path: Path)
     pieces("d").unlink()
     assert save("e", 2) == ["b", "c", "d", "e"]
     assert save("f", 2) == ["e", "f"]
-    change_a_byte(pieces("f"), -1)  # which only a load can find
+    change_a_byte(pieces("f"), -1)  # only a load can detect it
     saver = Checkpointer(session)
     restored = saver.load(tmp_path, "auto")
     assert restored is not None and restored.tag == "e"
@@ -98,7 +98,7 @@ def test_purging_counts_whole_checkpoints_only(session: Session, tmp_path: Path)
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "pieces-0.safetensors"])
-def test_auto_among_damaged_checkpoints_says_once_what_to_load(
+def test_auto_with_damaged_checkpoints_names_what_to_load_once(
     session: Session, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saver = Checkpointer(session)
@@ -112,7 +112,7 @@ def test_auto_among_damaged_checkpoints_says_once_what_to_load(
     assert error.count("load ") == 1 and error.endswith("; load another copy")
 
 
-def test_a_link_to_a_checkpoint_is_replaced_and_what_it_points_to_stays(session: Session, tmp_path: Path) -> None:
+def test_link_to_a_checkpoint_is_replaced_and_its_target_is_unchanged(session: Session, tmp_path: Path) -> None:
     saver, root, elsewhere = Checkpointer(session), tmp_path / "runs", tmp_path / "elsewhere"
     saver.save(elsewhere, "best", user_state=1)
     root.mkdir()
@@ -126,7 +126,7 @@ def test_a_link_to_a_checkpoint_is_replaced_and_what_it_points_to_stays(session:
     assert restored is not None and restored.user_state == 1
 
 
-def test_wrong_uses_are_errors(session: Session, tmp_path: Path) -> None:
+def test_invalid_checkpointer_calls_raise(session: Session, tmp_path: Path) -> None:
     saver = Checkpointer(session)
     for tag in ("", "a/b", ".hidden", "latest", "auto"):
         raises(ValueError, "tag", saver.save, tmp_path, tag)
@@ -151,9 +151,10 @@ def test_wrong_uses_are_errors(session: Session, tmp_path: Path) -> None:
 
 
 def _each_call_fails(save: Callable[[], object], path: Path, failing: bool, closes: bool = False) -> int:
-    """``save`` replaces ``path`` while each of its calls fails in turn, on this rank if ``failing``; how many do.
+    """Call ``save``, which replaces ``path``, and let each of its system calls fail in turn; return how many failed.
 
-    ``closes``: it reads files as well, the last of which may fail to close.
+    Calls fail on this rank only if ``failing``. With ``closes``, ``save`` also reads files; closing the last one may
+    fail without an error.
     """
     count = 0
     with in_place_of_the_system(True) as system:
@@ -180,7 +181,7 @@ def _each_call_fails(save: Callable[[], object], path: Path, failing: bool, clos
                 named = errno.errorcode[number] in error or os.strerror(number) in error
                 harmless = called in io_errors.HARMLESS or (closes and called == "close of a file")
                 assert named or (not error and harmless), (called, error)
-                # Another rank may look when the next save is under way.
+                # The next save may be running when another rank looks.
                 assert not failing or os.listdir(path.parent) == [path.name] or called == "unlink", called
                 assert not failing or (path.read_bytes() == b"old") == bool(error), called
             else:
@@ -191,7 +192,7 @@ def _each_call_fails(save: Callable[[], object], path: Path, failing: bool, clos
 
 
 @on_ranks(2)
-def test_weights_that_deepspeed_saves_replace_the_old_ones_whole_or_not(tmp_path: Path) -> None:
+def test_save_16bit_model_is_atomic_under_io_errors(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
     engine = deepspeed.initialize(model=nn.Linear(40, 30), config=config)[0]
     first, file = dist.get_rank() == 0, tmp_path / "weights.bin"
@@ -200,7 +201,7 @@ def test_weights_that_deepspeed_saves_replace_the_old_ones_whole_or_not(tmp_path
     engine.destroy()
 
 
-def test_a_single_file_replaces_the_old_one_whole_or_not(session: Session, tmp_path: Path) -> None:
+def test_to_single_file_is_atomic_under_io_errors(session: Session, tmp_path: Path) -> None:
     Checkpointer(session).save(tmp_path, "a")
     (tmp_path / "files").mkdir()
     file = tmp_path / "files" / "one.ckpt"
@@ -208,8 +209,8 @@ def test_a_single_file_replaces_the_old_one_whole_or_not(session: Session, tmp_p
     assert torch.load(file, weights_only=True)["state_dict"]["weight"].shape == (2, 3)
 
 
-def test_a_directory_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the file system says that it has no such call."""
+def test_failed_flush_of_a_directory_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No error if the file system does not support the call."""
     for number in (errno.EINVAL, errno.EOPNOTSUPP, errno.EIO, errno.ENOSPC):
         failing = mock.Mock(side_effect=OSError(number, os.strerror(number)))
         monkeypatch.setattr("shardwise.core.checkpoint.atomic.os.fsync", failing)
@@ -220,13 +221,13 @@ def test_a_directory_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypa
 
 
 def kill(count: int, seed: int, directory: str, answers: Connection) -> None:
-    os.setsid()  # its ranks end with it
+    os.setsid()  # the kill below ends its ranks, too
     found = kills.campaign(count, seed, directory)
     answers.send({"lost": found.lost, **found.counts})
 
 
 def run(count: int, seed: int, directory: Path) -> dict[str, object]:
-    """In a process of its own: ranks are forked, which needs one that never used torch's threads."""
+    """Run the campaign in a separate process: it forks its ranks, so it must not have started torch's threads."""
     answer, answers = multiprocessing.Pipe(duplex=False)
     process = start(forked(kill, count, seed, str(directory), answers))
     answers.close()
@@ -248,7 +249,7 @@ def test_kills_lose_nothing(tmp_path: Path, count: int) -> None:
 
 
 @on_ranks(2)
-def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+def test_training_continues_during_an_asynchronous_save(tmp_path: Path) -> None:
     with one_mesh(zero(3)) as mesh:
         model = nn.Linear(64, 64)
         session = build(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3), mesh)
@@ -267,7 +268,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
         assert saver.saving and not (tmp_path / "a").exists()
         memory = saver._saver._image._memory.data_ptr()
         threading.Timer(0.2, files.go.set).start()
-        saver.save(tmp_path, "b", use_async=True)  # waits for the first
+        saver.save(tmp_path, "b", use_async=True)  # waits for the first save
         assert (tmp_path / "a").exists(), "a save that still runs is waited for"
         assert saver._saver._image._memory.data_ptr() == memory, "the snapshot's memory is used again"
         saver.wait_for_saves()
@@ -289,7 +290,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
         session.close()
 
 
-# ---- what a load costs
+# ---- bytes read and memory used by a load
 
 WIDTH = 3000
 
@@ -310,7 +311,7 @@ def saved(root: str) -> None:
         Checkpointer(session).save(root, "a")
 
 
-@mock.patch.object(restore, "NativeSource", Counting)
+@mock.patch.object(load, "NativeSource", Counting)
 def loaded(root: str) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     with sharded(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3)) as session:
@@ -320,23 +321,23 @@ def loaded(root: str) -> None:
         saver.load(root)
         rise = resident_bytes("VmHWM") - before if is_new else 0
     read = Counting.made.pop().bytes_read
-    # Three tensors, each begun and ended inside a piece; small ones and headers in the slack.
+    # Three tensors, each of which starts and ends inside a piece; the slack covers small tensors and headers.
     assert 3 * own <= read + 4096 and read <= 3 * own + 6 * PIECE_BYTES + (1 << 20), (read, own)
-    # The moments are new memory; weights are there already.
+    # Only the moments are allocated; the weights exist already.
     total = 12 * WIDTH * (WIDTH + 1)
     assert rise <= 3 * own + 4 * PIECE_BYTES + (8 << 20) < total, (rise, own, total)
 
 
-def test_a_load_reads_what_it_needs_and_holds_little_more(tmp_path: Path) -> None:
+def test_load_reads_and_allocates_only_this_ranks_part(tmp_path: Path) -> None:
     run_ranks(2, saved, str(tmp_path))
     run_ranks(3, loaded, str(tmp_path))
 
 
-# ---- the order of a save
+# ---- the order of flushes and renames
 
 
 class Recording(FileSystem):
-    """Notes what is flushed and renamed."""
+    """Record the creations, flushes, renames and removals of files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +371,7 @@ class Recording(FileSystem):
         super().remove(path)
 
 
-def test_everything_is_flushed_before_it_gets_its_name(session: Session, tmp_path: Path) -> None:
+def test_files_are_flushed_before_the_commit_rename(session: Session, tmp_path: Path) -> None:
     files = Recording()
     saver = Checkpointer(session, files)
     for again in (False, True):

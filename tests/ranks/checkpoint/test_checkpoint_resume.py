@@ -1,4 +1,4 @@
-"""A restored run goes on as if it had never stopped: bit for bit at the same world size, closely at any other."""
+"""Resumed runs: bit-identical to the uninterrupted run at the same world size, close to it at any other."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from tests.support.sets import campaign, full
 
 SAVED_AFTER = 2
 Cell = tuple[str, str, str, str]
-"""A model, its optimizer, the plan that saves and the one that goes on."""
+"""A model, its optimizer, the plan that saves and the plan that loads."""
 
 
 def _begin(model: str, optimizer: str, plan: Plan, mesh: Mesh, **how: Any) -> Run:
@@ -34,7 +34,7 @@ def _stop(run: Run) -> None:
 
 
 def resume(root: str, cell: Cell, mesh: Mesh, use_async: bool, steps: int) -> None:
-    """On one rank: train, save, go on for ``steps``; then from other weights restore and go on."""
+    """Train, save and train on for ``steps``; then start from other weights, load, and compare the same steps."""
     model, optimizer, save, load = cell
     named = plans(root + "-disk")
     first = _begin(model, optimizer, named[save], mesh, batches=mesh.size)
@@ -42,7 +42,7 @@ def resume(root: str, cell: Cell, mesh: Mesh, use_async: bool, steps: int) -> No
     persistent = first.session.module.state_layout()
     for name, buffer in first.session.module.unwrap().named_buffers():
         if name in persistent:
-            buffer.add_(1 + mesh.rank)  # buffers of ranks may differ
+            buffer.add_(1 + mesh.rank)  # buffers may differ between ranks
     given: dict[str, Any] = {"data_position": {"next": SAVED_AFTER, "rank": mesh.rank}}
     given["user_state"] = ("mine", torch.arange(3))
     first.saver.save(root, lr_schedulers=first.schedulers, use_async=use_async, **given)
@@ -51,7 +51,7 @@ def resume(root: str, cell: Cell, mesh: Mesh, use_async: bool, steps: int) -> No
     _stop(first)
 
     second = _begin(model, optimizer, named[load], mesh, seed=5, batches=mesh.size)
-    second.steps(50, 51)  # what is restored replaces what is there
+    second.steps(50, 51)  # the load replaces this state
     restored = second.saver.load(root, lr_schedulers=second.schedulers)
     assert restored is not None and restored.data_position == given["data_position"] and restored.step == SAVED_AFTER
     assert restored.user_state[0] == "mine" and restored.user_state[1].tolist() == [0, 1, 2]
@@ -69,17 +69,17 @@ def resume_many(root: str, cells: list[Cell], use_async: bool, steps: int) -> No
 
 
 def _check(root: Path, world_size: int, cells: list[Cell], use_async: bool = False, steps: int = 1) -> None:
-    """One step shows what was restored; a second one also what the first left in the tiers and the scaler."""
+    """Run :func:`resume`: one step tests what was restored, two also what the first step left in tiers and scaler."""
     run_ranks(world_size, resume_many, str(root), cells, use_async, steps, timeout=240.0)
     for index, cell in enumerate(cells):
         assert verify(root / str(index) / f"step-{SAVED_AFTER}") == [], cell
 
 
 RESIDENT = ["frozen", "all_frozen_child", "unused", "zero_sized", "mixed_bf16", "buffers", "scalar", "mixture", "tied"]
-ELSEWHERE = {*RESIDENT, "gpt", "odd_sizes", "mixed_fp64"}  # and those in the cells of other world sizes and tiers
+ELSEWHERE = {*RESIDENT, "gpt", "odd_sizes", "mixed_fp64"}  # including the models of other world sizes and tiers
 IN_LAYOUT = ["mlp", "alias", "late_parameter", "non_contiguous", "lstm"]
 IN_FORWARD = [model for model in MODELS if model not in {*ELSEWHERE, *IN_LAYOUT}]
-"""Unusual only in what they compute: nothing of that is in a checkpoint, and one rank shows that they go on."""
+"""Models with an unusual forward but an ordinary checkpoint: one rank is enough to show that they resume."""
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ IN_FORWARD = [model for model in MODELS if model not in {*ELSEWHERE, *IN_LAYOUT}
     ],
     ids=["layout", "resident", "resident others", "forward", "all"],
 )
-def test_every_model_goes_on_bit_for_bit(
+def test_every_model_resumes_bit_for_bit(
     tmp_path: Path, plan: str, models: list[str], world_size: int, steps: int
 ) -> None:
     _check(tmp_path, world_size, [(model, "adamw", plan, plan) for model in models], steps=steps)
@@ -113,8 +113,8 @@ OTHER_TIERS = [(("gpt", "unused")[index % 2], name, name) for index, name in enu
     ],
     ids=["adamw", "adamw more", "adamw others", "sgd", "two"],
 )
-def test_every_tier_continues_every_other(tmp_path: Path, optimizer: str, cells: list[tuple[str, str, str]]) -> None:
-    """Stages and tiers compute the same bits at the same packing."""
+def test_every_tier_resumes_from_every_other(tmp_path: Path, optimizer: str, cells: list[tuple[str, str, str]]) -> None:
+    """All stages and tiers compute the same bits with the same packing."""
     _check(tmp_path, 2, [(model, optimizer, save, load) for model, save, load in cells], steps=2)
 
 
@@ -126,7 +126,7 @@ HALF: list[list[Cell]] = [
 
 
 @pytest.mark.parametrize("cells", [HALF[0], *full(HALF[1]), *campaign(HALF[2])])
-def test_half_precision_and_scaler_go_on_bit_for_bit(tmp_path: Path, cells: list[Cell]) -> None:
+def test_half_precision_and_scaler_resume_bit_for_bit(tmp_path: Path, cells: list[Cell]) -> None:
     _check(tmp_path, 2, cells, steps=2)
 
 
@@ -142,10 +142,10 @@ OF_SIZES = ("gpt", "odd_sizes", "zero_sized", "mixed_fp64", "scalar", "frozen", 
     ],
     ids=["1", "3", "1 all", "3 all"],
 )
-def test_other_world_sizes_go_on_bit_for_bit(
+def test_other_world_sizes_resume_bit_for_bit(
     tmp_path: Path, world_size: int, models: tuple[str, ...], steps: int
 ) -> None:
-    # In the campaign each model goes both ways.
+    # The campaign runs each model with both combinations.
     ways = [("adamw", "zero3"), ("two", "disk")][:: 1 if world_size == 3 else -1]
     chosen = [(model, *ways[OF_SIZES.index(model) % 2]) for model in models]
     _check(tmp_path, world_size, [(model, optimizer, plan, plan) for model, optimizer, plan in chosen], steps=steps)
@@ -154,14 +154,14 @@ def test_other_world_sizes_go_on_bit_for_bit(
 @pytest.mark.parametrize(
     ("model", "optimizer", "steps"), [("gpt", "adamw", 1), *campaign(("unused", "two", 2))], ids=["gpt", "unused"]
 )
-def test_replicas_share_the_writing(tmp_path: Path, model: str, optimizer: str, steps: int) -> None:
+def test_replicas_share_the_writes(tmp_path: Path, model: str, optimizer: str, steps: int) -> None:
     _check(tmp_path / "hybrid", 4, [(model, optimizer, "hybrid", "hybrid")], steps=steps)
     sizes = [file.stat().st_size for file in (tmp_path / "hybrid" / "0" / f"step-{SAVED_AFTER}").glob("pieces-*")]
     assert len(sizes) == 4 and (model != "gpt" or max(sizes) < 2 * min(sizes))
 
 
 @pytest.mark.parametrize("saved", [("zero3",), *full((("disk", "gloo"),))], ids=" ".join)
-def test_asynchronous_saves_hold_what_was_there_when_they_began(tmp_path: Path, saved: tuple[str, ...]) -> None:
+def test_asynchronous_saves_write_the_state_at_the_call(tmp_path: Path, saved: tuple[str, ...]) -> None:
     _check(tmp_path, 2, [("gpt", "adamw", plan, plan) for plan in saved], use_async=True, steps=2)
 
 
@@ -193,14 +193,14 @@ def go_on_at(
 
 
 def _sums(by_rank: list[list[list[float]]]) -> list[list[float]]:
-    """By plan the loss of each step, summed over all batches."""
+    """Return the loss of each step by plan, summed over all batches."""
     return [[sum(step) for step in zip(*runs, strict=True)] for runs in zip(*by_rank, strict=True)]
 
 
 PAIRS = [(4, 3), (2, 1), (1, 4), (3, 2)]
 RESHARDS = [(3, 1, slice(1, None, 2), 4), *full((4, 2, slice(0, None, 2), 4))]
 RESHARDS += campaign(*((*pair, slice(None), 10) for pair in [(4, 2), (3, 1), *PAIRS]))
-"""World sizes, which of each case's plans load (by default every plan once), and how many losses are compared."""
+"""World sizes, the plans of each case that load (by default each plan once), and the number of compared losses."""
 CASES = [
     ("gpt", "adamw", "zero3", ["zero1", "zero3", "straddling", "tensor", "disk", "mixed", "ddp"]),
     ("unused", "two", "mixed", ["zero2", "disk"]),
@@ -209,10 +209,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("before", "after", "part", "later"), RESHARDS)
-def test_any_world_size_and_stage_continues_any_other(
+def test_any_world_size_and_stage_resumes_from_any_other(
     tmp_path: Path, before: int, after: int, part: slice, later: int
 ) -> None:
-    """In fp64 only the order of sums differs: the next losses agree to 1e-9."""
+    """In fp64 only the order of sums differs, so the next losses agree to 1e-9."""
     how = {"dtype": torch.float64, "batches": math.lcm(before, after)}
     for model, optimizer, plan, loads in CASES:
         root, tag = str(tmp_path / model), f"{plan} {before}"
@@ -236,10 +236,10 @@ AT_OTHER_SIZES = [(*case[:3], 2, 3) for case in PRECISIONS]
 @pytest.mark.parametrize(
     ("save", "load", "rtol", "before", "after"), [*PRECISIONS[:2], *full(*PRECISIONS[2:]), *campaign(*AT_OTHER_SIZES)]
 )
-def test_any_precision_continues_any_other(
+def test_any_precision_resumes_from_any_other(
     tmp_path: Path, save: str, load: str, rtol: float, before: int, after: int
 ) -> None:
-    """Within what the 16-bit format's rounding (2^-9 for bf16, 2^-12 for fp16) adds up to in 10 steps."""
+    """The bounds allow 10 steps of the 16-bit format's rounding errors (2^-9 for bf16, 2^-12 for fp16)."""
     root, how = str(tmp_path), {"dtype": torch.float32, "batches": math.lcm(before, after)}
     expected = _sums(run_ranks(before, save_at, root, "gpt", "adamw", save, how, 10, timeout=120.0))[0]
     found = _sums(run_ranks(after, go_on_at, root, "gpt", "adamw", f"{save} {before}", [load], how, 10))[0]

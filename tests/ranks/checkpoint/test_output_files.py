@@ -1,9 +1,9 @@
-"""What is saved can be loaded: what a reader would refuse the save refuses, on every rank, and leaves nothing.
+"""Files that a save writes and a load reads:
 
-What a checkpoint says besides tensors is refused on all ranks before anything of the run is changed.
-
-Model directories that are written in place: after an error at any call the old model is there, after a kill at any
-call the old one or the new one (or, where both have an index, none), and never parts of both.
+* a save refuses on every rank what a reader would refuse, and leaves no files;
+* a load refuses on all ranks a manifest with invalid values, before the run changes;
+* model directories are replaced atomically: after an error at any call the old model is there, after a kill the old or
+  the new one (or none, if both have an index), and never parts of both.
 """
 
 import errno
@@ -18,15 +18,15 @@ from unittest import mock
 
 import pytest
 import torch
-from test_checkpoint_shared import ROOT, begin, inside, stop
+from test_checkpoint_directory import ROOT, begin, inside, stop
 
-from shardwise.core.checkpoint import CheckpointError, format
-from shardwise.core.checkpoint.bounds import MAX_DEPTH
-from shardwise.core.checkpoint.formats import output
-from shardwise.core.checkpoint.formats.lazy import entry_of_tensor
-from shardwise.core.checkpoint.formats.output import output_files, write_text, write_torch
+from shardwise.core.checkpoint import CheckpointError, native_format
+from shardwise.core.checkpoint.formats import atomic_files
+from shardwise.core.checkpoint.formats.atomic_files import output_files, write_text, write_torch
+from shardwise.core.checkpoint.formats.lazy_tensors import entry_of_tensor
 from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
 from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.input_checks import MAX_DEPTH
 from shardwise.testing import run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
@@ -46,28 +46,33 @@ def nested(levels: int, kind: Callable[[list[Any]], Any] = list) -> Any:
 
 
 CASES: dict[str, tuple[str, int, Any, str]] = {
-    "manifest": ("format.MOST_MANIFEST_BYTES", 1000, "x" * 5000, "its manifest has"),
+    "manifest": ("native_format.MOST_MANIFEST_BYTES", 1000, "x" * 5000, "its manifest has"),
     "levels": ("", 0, nested(MAX_DEPTH), f"more than {MAX_DEPTH} levels"),
     "tuples": ("", 0, {"a": nested(60, tuple)}, f"more than {MAX_DEPTH} levels"),
-    "values": ("bounds.MOST_VALUES", 20_000, list(range(20_000)), "more than 20000 values"),
+    "values": ("input_checks.MOST_VALUES", 20_000, list(range(20_000)), "more than 20000 values"),
     "name": ("", 0, {"a\nb": torch.ones(2)}, "a tensor named"),
     "dtype": ("", 0, {"a": torch.ones(0, dtype=torch.complex128)}, "is 'complex128', which a checkpoint cannot"),
-    "header": ("format.MAX_HEADER_BYTES", 30_000, {f"{n:0100}": torch.ones(1) for n in range(200)}, "need a header of"),
+    "header": (
+        "native_format.MAX_HEADER_BYTES",
+        30_000,
+        {f"{n:0100}": torch.ones(1) for n in range(200)},
+        "need a header of",
+    ),
 }
-"""A bound and what it is set to (of a manifest: above what it has), what a save is given that is beyond it, and what
-the error says."""
+"""A limit, the value to which it is set (for a manifest: above its size), a state that exceeds it, and words of the
+error."""
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", [*list(CASES)[::2], *full(*list(CASES)[1::2])])
-def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str) -> None:
+def test_saves_refuse_what_no_load_would_accept(tmp_path: Path, name: str) -> None:
     bound, number, given, words = CASES[name]
     with one_mesh(PLANS["zero3"]) as mesh, inside(str(tmp_path), 0), pytest.MonkeyPatch.context() as patch:
         run = begin(mesh)
         run.saver.save(ROOT, "same", user_state="before")
         saved = everything(run.session)
         if bound:
-            there = os.path.getsize(os.path.join(ROOT, "same", format.MANIFEST)) if name == "manifest" else 0
+            there = os.path.getsize(os.path.join(ROOT, "same", native_format.MANIFEST)) if name == "manifest" else 0
             patch.setattr(f"shardwise.core.checkpoint.{bound}", there + number)
         run.steps(0, 1)
         with pytest.raises((CheckpointError, ValueError)) as error:
@@ -76,7 +81,7 @@ def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str) -> None
         said = str(error.value)
         assert "rank 0 could not" in said and words in said, said
         assert "checkpoint 'same'" in said and ("no load would accept it" in said) == (name != "header"), said
-        mesh.mesh_group.exchange_object(0)  # rank 0 removes what there is
+        mesh.mesh_group.exchange_object(0)  # rank 0 removes its unfinished files
         assert sorted(os.listdir(ROOT)) == ["latest", "same"]
         assert run.saver.load(ROOT).user_state == "before"  # type: ignore[union-attr]
         assert not differences(everything(run.session), saved)
@@ -86,31 +91,31 @@ def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str) -> None
 
 
 @on_ranks(1)
-def test_what_is_as_large_as_may_be_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_states_at_the_limits_are_saved_and_loaded(tmp_path: Path) -> None:
     with one_mesh(PLANS["zero3"]) as mesh, inside(str(tmp_path), 0), pytest.MonkeyPatch.context() as patch:
         run = begin(mesh)
-        most = nested(MAX_DEPTH - 2)  # the state and its entry are a level each
+        most = nested(MAX_DEPTH - 2)  # the state and its entry add two levels
         run.saver.save(ROOT, "deep", user_state=most)
         assert run.saver.load(ROOT).user_state == most  # type: ignore[union-attr]
         text = "x" * 10_000
         run.saver.save(ROOT, "large", user_state=text)
-        nbytes = os.path.getsize(os.path.join(ROOT, "large", format.MANIFEST))
-        patch.setattr(format, "MOST_MANIFEST_BYTES", nbytes)
+        nbytes = os.path.getsize(os.path.join(ROOT, "large", native_format.MANIFEST))
+        patch.setattr(native_format, "MOST_MANIFEST_BYTES", nbytes)
         run.saver.save(ROOT, "large", user_state=text)
         assert run.saver.load(ROOT, "large").user_state == text  # type: ignore[union-attr]
-        patch.setattr(format, "MOST_MANIFEST_BYTES", nbytes - 1)
+        patch.setattr(native_format, "MOST_MANIFEST_BYTES", nbytes - 1)
         raises(CheckpointError, "its manifest has", run.saver.save, ROOT, "large", user_state=text)
         stop(run)
 
 
-def test_other_files_that_no_reader_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_writers_refuse_what_no_reader_would_accept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_torch(tmp_path / "a.pt", {"a": nested(MAX_DEPTH - 1)})
     assert load_torch(tmp_path / "a.pt") == {"a": nested(MAX_DEPTH - 1)}
     entries = {f"layer{n}": entry_of_tensor(torch.ones(2)) for n in range(9)}
     write_safetensors_stream(tmp_path / "c.safetensors", entries, {})
     SafetensorsFile(tmp_path / "c.safetensors").close()
-    monkeypatch.setattr(format, "MAX_HEADER_BYTES", 500)
-    monkeypatch.setattr(output, "MOST_INDEX_BYTES", 10)
+    monkeypatch.setattr(native_format, "MAX_HEADER_BYTES", 500)
+    monkeypatch.setattr(atomic_files, "MOST_INDEX_BYTES", 10)
     for words, write, name, *given in (
         ("more than 100 levels", write_torch, "b.pt", {"a": nested(MAX_DEPTH)}),
         ("its 9 tensors need a header", write_safetensors_stream, "d.safetensors", entries, {}),
@@ -149,7 +154,7 @@ def save(root: str) -> None:
 
 
 def refuse(folders: dict[str, str]) -> None:
-    """Each load is an error, and changes nothing."""
+    """Check that each load raises and changes nothing."""
     subject = EngineSubject()
     subject.step()
     for name, folder in folders.items():
@@ -162,7 +167,7 @@ def refuse(folders: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, *full(1)])
-def test_nothing_is_changed_where_anything_is_refused(tmp_path: Path, ranks: int) -> None:
+def test_refused_manifests_change_nothing(tmp_path: Path, ranks: int) -> None:
     run_ranks(ranks, save, str(tmp_path / "whole"))
     folders = {}
     for number, (name, (do, path, value)) in enumerate(HOSTILE.items()):
@@ -186,8 +191,8 @@ CHANGES = {
 }
 SOME = {True: CHANGES[True][:2], False: CHANGES[False][1::2]}
 OTHERS = {True: [("two", "one"), ("three", "two"), ("", "two")], False: [("one", "two"), ("two", "two"), ("", "one")]}
-"""What was there and what is written, where names can be exchanged and where not: every change once, and the rest."""
-NO_SYNC = mock.patch.object(os, "fsync", lambda fd: None)  # it is called and counted, and takes no time
+"""Kinds of the old and the new model, by whether names can be exchanged: each change once, and the remaining ones."""
+NO_SYNC = mock.patch.object(os, "fsync", lambda fd: None)  # still called and counted, but fast
 NAMES = {"mkdir", "link", "rename", "renameat2", "unlink", "rmdir"}
 HARMLESS = {"flock", "link", "unlink", "rmdir", "close of a directory"}
 
@@ -209,7 +214,7 @@ def _save(path: Path, kind: str, version: str) -> None:
 
 
 def _found(path: Path) -> str:
-    """Which model ``from_pretrained`` would find: it looks for one file first."""
+    """Return the version that ``from_pretrained`` would load; it looks for a single file first."""
     if (path / WHOLE).exists():
         return (path / WHOLE).read_text()
     if not (path / INDEX).exists():
@@ -224,7 +229,7 @@ def _content(path: Path) -> dict[str, str]:
 
 
 def _start(path: Path, kind: str) -> dict[str, str]:
-    """A run's directory with an old model in it; or nothing, where there is no ``kind``."""
+    """Create a run's directory with an old model of ``kind``, or nothing if ``kind`` is empty."""
     shutil.rmtree(path, ignore_errors=True)
     if kind:
         (path / "checkpoint-3").mkdir(parents=True)
@@ -235,7 +240,7 @@ def _start(path: Path, kind: str) -> dict[str, str]:
 
 
 def _finish(path: Path, kind: str, before: dict[str, str]) -> None:
-    """The next save leaves the new model, what is not its own, and nothing else."""
+    """Save again: the directory has the new model and files that are not the model's, and nothing else."""
     _save(path, kind, "new")
     others = {name: text for name, text in before.items() if not _is_weights(name)}
     assert _found(path) == "new"
@@ -245,7 +250,7 @@ def _finish(path: Path, kind: str, before: dict[str, str]) -> None:
 
 
 def _errors(folder: str, before: str, after: str, can_exchange: bool) -> set[str]:
-    """The calls that failed."""
+    """Let each call of a save fail in turn; return the names of the calls that failed."""
     path, failing = Path(folder) / "run", set()
     with NO_SYNC, in_place_of_the_system(can_exchange) as system:
         for at in range(100):
@@ -271,7 +276,7 @@ def _errors(folder: str, before: str, after: str, can_exchange: bool) -> set[str
 
 
 def _dying(at: int) -> Callable[[str], bool]:
-    """In the place of ``System.reached``: the process ends before the call number ``at`` of those that change names."""
+    """Return a ``System.reached`` that ends the process before the call number ``at`` that changes names."""
     left = iter(range(at, -1, -1))
 
     def die(name: str) -> bool:
@@ -284,7 +289,7 @@ def _dying(at: int) -> Callable[[str], bool]:
 
 @NO_SYNC
 def _kills(folder: str, before: str, after: str, can_exchange: bool) -> list[str]:
-    """What is found after a kill just before each call that changes names, and at the end."""
+    """Return the versions found after a kill before each call that changes names, and after a complete save."""
     path, found = Path(folder) / "run", []
     for at in range(100):
         old = _start(path, before)
@@ -308,7 +313,7 @@ def _kills(folder: str, before: str, after: str, can_exchange: bool) -> list[str
 
 @pytest.mark.parametrize("changes", [SOME, *full(CHANGES), *campaign(OTHERS)], ids=["some", "each once", "others"])
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_model_replaces_the_old_one_whole_or_not(
+def test_model_directory_is_replaced_atomically(
     can_exchange: bool, changes: dict[bool, list[tuple[str, str]]], tmp_path: Path
 ) -> None:
     for before, after in changes[can_exchange]:
@@ -323,14 +328,14 @@ def test_a_model_replaces_the_old_one_whole_or_not(
         assert sorted(found, key=[start, "none", end].index) == found
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+def test_file_instead_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(NotADirectoryError, match="file is a file; give a directory"):
         _save(tmp_path / "file", "one", "new")
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_link_stays_one_and_its_directory_the_same(tmp_path: Path) -> None:
+def test_linked_directory_is_kept(tmp_path: Path) -> None:
     (tmp_path / "volume").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "volume")
     (tmp_path / "later").symlink_to(tmp_path / "elsewhere" / "deep")

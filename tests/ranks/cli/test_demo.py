@@ -1,4 +1,4 @@
-"""The demo in ``examples/demo``: it learns, resumes, stops on a signal, fits a small device, refuses in one line."""
+"""The demo in ``examples/demo``: training, resuming, stopping on a signal, offloading, and one-line errors."""
 
 import contextlib
 import io
@@ -41,14 +41,14 @@ def ranks() -> Iterator[RankPool]:
 
 
 def trained(commands: list[list[str]], stop_at: int = 0) -> list[str]:
-    """Run the demo once for each command, on this rank; what each printed."""
+    """Run the demo once per command on this rank; return what each run printed."""
     shown = []
     for command in commands:
         out, config = io.StringIO(), Namespace(**options.config(command))
         Path(config.out).mkdir(parents=True, exist_ok=True)
         stop = StopRequest()
         stop.signal = stop_at
-        # The process group is the pool's.
+        # The process group belongs to the pool, so the demo must not destroy it.
         with contextlib.redirect_stdout(out), patch("demo.train.shutdown"):
             try:
                 print("status", train(config, stop))
@@ -73,7 +73,7 @@ def bits(shown: str) -> list[float]:
         *full(("--plugin fsdp", "--plugin ddp"), ("--tp 2", "--pp 2"), ("--plugin gemini", "--plugin low_level_zero")),
     ],
 )
-def test_it_learns_and_another_plugin_goes_on(
+def test_demo_learns_and_resumes_under_another_plugin(
     text: Path, tmp_path: Path, ranks: RankPool, first: str, second: str
 ) -> None:
     out = tmp_path / "out"
@@ -83,11 +83,11 @@ def test_it_learns_and_another_plugin_goes_on(
     assert before > 7 and after < before - 2 and "step 30/30" in learned and f"saved {out}/step-30\n" in learned
     assert "sample, after the prompt" in learned
     assert "resumed at step 30, which was the last one: training 30 steps further, to 60" in continued
-    assert bits(continued)[0] == pytest.approx(after, abs=0.01)  # what was loaded is what was saved
+    assert bits(continued)[0] == pytest.approx(after, abs=0.01)  # the loaded model is the saved one
     assert "step 60/60" in continued and continued.endswith("status 0\n")
 
 
-def test_a_signal_saves_and_the_run_goes_on(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+def test_signal_saves_and_the_run_resumes(text: Path, tmp_path: Path, ranks: RankPool) -> None:
     again = [command(text, tmp_path, f"{SMALL} --steps 40")]
     ((stopped,), _) = ranks.run(trained, again, int(signal.SIGTERM))
     assert "stopping after step 1\n" in stopped and f"status {128 + signal.SIGTERM}" in stopped
@@ -95,7 +95,7 @@ def test_a_signal_saves_and_the_run_goes_on(text: Path, tmp_path: Path, ranks: R
     assert "resumed at step 1 of 40" in resumed and "step 40/40" in resumed
 
 
-def test_what_cannot_go_on_is_refused_on_all_ranks(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+def test_other_model_and_diverging_loss_are_refused_on_all_ranks(text: Path, tmp_path: Path, ranks: RankPool) -> None:
     first = command(text, tmp_path, f"{SMALL} --steps 2")
     other = command(text, tmp_path, f"{SMALL} --steps 2 --width 16")
     diverging = command(text, tmp_path / "new", f"{SMALL} --steps 30".replace("0.01", "1e6"))
@@ -105,7 +105,7 @@ def test_what_cannot_go_on_is_refused_on_all_ranks(text: Path, tmp_path: Path, r
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_it_trains_beyond_its_device_as_in_one_that_fits(text: Path, tmp_path: Path) -> None:
+def test_offloaded_training_equals_training_on_the_device(text: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     fits = command(text, tmp_path / "large", f"{TIERS} --nproc 1 --device-memory 1GiB --offload-optim 0")
@@ -137,7 +137,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("given", "said"), BAD)
-def test_bad_options_are_one_line(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_bad_options_are_one_line(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         options.config(given.split())
     shown = capsys.readouterr().err
@@ -145,7 +145,7 @@ def test_bad_options_are_one_line(given: str, said: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("size", ["2MiB", "64MiB", "24GiB"])
-def test_the_model_is_four_times_its_device(size: str) -> None:
+def test_model_is_four_times_its_device(size: str) -> None:
     config: dict[str, Any] = options.config(["--device-memory", size])
     assert config["plugin"] == "gemini" and config["nproc"] == 1 and config["width"] % (2 * config["heads"]) == 0
     times = 16 * options.parameters(config["width"], config["depth"]) / config["tiers"]["device_bytes"]
@@ -155,7 +155,7 @@ def test_the_model_is_four_times_its_device(size: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == options.parameters(shape["width"], shape["depth"]) >= 300_000
 
 
-def test_the_model_is_causal_and_writes_the_same_twice() -> None:
+def test_model_is_causal_and_generation_is_deterministic() -> None:
     model = ByteGPT(ModelSize(width=16, depth=2, heads=2, context=8))
     assert model.head.weight is model.embed.weight
     text = torch.randint(256, (1, 8))
@@ -167,14 +167,14 @@ def test_the_model_is_causal_and_writes_the_same_twice() -> None:
     assert isinstance(model.blocks, nn.ModuleList)
 
 
-def test_text_is_split_by_file_and_too_little_is_refused(tmp_path: Path, text: Path) -> None:
+def test_text_is_split_by_file_and_short_text_is_refused(tmp_path: Path, text: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\0\1")
     (tmp_path / ".hidden").write_text("text", "utf-8")
     (tmp_path / "a.txt").write_text("text " * 100, "utf-8")
     assert [name for name, _ in text_files(tmp_path)] == ["a.txt"]
     corpus = load_corpus(text, 1000, 100)
     assert corpus.files == 60 and 0 < corpus.held_out_files < 20 and bytes([corpus.train[0]]) == SEPARATOR
-    assert load_corpus(tmp_path, 100, 40).held_out_files == 0  # the end of the one file
+    assert load_corpus(tmp_path, 100, 40).held_out_files == 0  # a single file: its end is held out
     windows = ByteWindows(corpus.train, 8)
     assert torch.equal(windows[0][-1:], windows[1][:1])
     with pytest.raises(ValueError, match="500 bytes of text found"):

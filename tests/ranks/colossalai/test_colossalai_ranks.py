@@ -1,4 +1,4 @@
-"""ColossalAI's names on ranks: what is wrapped by hand trains as one process, and ranks find each other."""
+"""ColossalAI's API on ranks: wrapped models and optimizers train as one process; launch, groups and the coordinator."""
 
 import socket
 import warnings
@@ -34,7 +34,7 @@ STEPS, ROWS = 3, 4
 
 
 class Tied(nn.Module):
-    """Two places of one weight, a frozen layer and a buffer."""
+    """A weight in two places, a frozen layer and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def model(dtype: torch.dtype = torch.float32) -> Tied:
 
 
 def batches() -> Tensor:
-    """Of all ranks: [steps, ranks, rows, 6]."""
+    """Return the batches of all ranks: [steps, ranks, rows, 6]."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(STEPS, dist.get_world_size(), ROWS, 6, generator=generator)
 
@@ -65,7 +65,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def alone(max_norm: float = 0.0) -> dict[str, Tensor]:
-    """What one process makes of the batches of all ranks."""
+    """Train one process on the batches of all ranks; return its state."""
     steps, recipe = [[list(step)] for step in batches()], PlainRecipe(max_norm=max_norm)
     run = train_plain(model, lambda m, x: m(x).square().mean(), lambda m: adam(m.parameters()), steps, recipe)
     return run.model.state_dict()
@@ -79,7 +79,7 @@ def train(called: nn.Module, optimizer: Any) -> None:
 
 
 @on_ranks(2)
-def test_parameters_of_an_optimizer_are_divided_without_their_model() -> None:
+def test_low_level_zero_optimizer_without_a_wrapped_model() -> None:
     same, sharded = alone(), alone(max_norm=0.05)
     replicas = ProcessGroupMesh(1, dist.get_world_size())
     settings: list[tuple[dict[str, Any], Mapping[str, Tensor]]] = [
@@ -97,7 +97,7 @@ def test_parameters_of_an_optimizer_are_divided_without_their_model() -> None:
         optimizer._force_wait_all_gather()
         assert_close(plain.state_dict(), expected, 1e-6, str(arguments))
         before = optimizer.state_dict()
-        optimizer.optim.state = []  # emptied by hand
+        optimizer.optim.state = []  # the user cleared it
         optimizer.load_state_dict(before)
         torch.testing.assert_close(optimizer.state_dict(), before)
     first = plain(batches()[0, dist.get_rank()]).square().mean()
@@ -128,7 +128,7 @@ def test_parameters_of_an_optimizer_are_divided_without_their_model() -> None:
 
 
 @on_ranks(2)
-def test_models_in_chunks_and_by_stages_are_wrapped_by_hand() -> None:
+def test_gemini_ddp_and_zero_model_wrapper() -> None:
     expected = alone()
     with LazyInitContext():
         torch.manual_seed(7)
@@ -140,7 +140,7 @@ def test_models_in_chunks_and_by_stages_are_wrapped_by_hand() -> None:
         assert isinstance(wrapped, ModelWrapper) and wrapped.unwrap() is plain
         assert_close(wrapped.state_dict(only_rank_0=False), expected, 1e-6, "GeminiDDP")
         assert len(wrapped.state_dict()) == (len(expected) if dist.get_rank() == 0 else 0)
-    used = GeminiDDP(model(), mixed_precision=torch.float32)  # looked at before there is an optimizer
+    used = GeminiDDP(model(), mixed_precision=torch.float32)  # used before an optimizer exists
     before = used(batches()[0, 0]).detach()
     used.load_state_dict(expected)
     assert not torch.equal(before, used(batches()[0, 0]))
@@ -171,7 +171,7 @@ def test_models_in_chunks_and_by_stages_are_wrapped_by_hand() -> None:
         assert_close(state, expected, 1e-6, f"stage {stage} by hand")
 
 
-def test_arguments_that_an_optimizer_in_chunks_has_not_are_named() -> None:
+def test_unknown_arguments_of_gemini_optimizers_are_named() -> None:
     m: Any = zero_model_wrapper(model(), 3, {"mixed_precision": torch.float32, "device": "cpu"})
     assert_refused(
         (lambda: GeminiOptimizer(adam(m.parameters()), m, clipping_norm=1.0), "clipping_norm=1.0 is no argument"),
@@ -217,10 +217,10 @@ def _plugins() -> None:
 
 
 @on_ranks(4)
-def test_ranks_find_their_groups_and_train_under_every_plugin(tmp_path: Path) -> None:
+def test_launch_groups_and_plugins(tmp_path: Path) -> None:
     directory = str(tmp_path)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    colossalai.launch(rank, ranks, "localhost", 29500, seed=5)  # they have met: only the seed is new
+    colossalai.launch(rank, ranks, "localhost", 29500, seed=5)  # the group exists already: only the seed changes
     drawn = [torch.empty(3) for _ in range(ranks)]
     dist.all_gather(drawn, torch.rand(3))
     assert all(torch.equal(each, drawn[0]) for each in drawn)
@@ -270,8 +270,8 @@ def meet(rank: int, world_size: int, port: int, directory: str) -> None:
     coordinator.destroy()
 
 
-def test_processes_of_no_launcher_meet(tmp_path: Path) -> None:
-    """Forked by the server that starts ranks, which has imported torch."""
+def test_launch_without_a_launcher(tmp_path: Path) -> None:
+    """The server that starts ranks forks them, because it has imported torch."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -1,7 +1,6 @@
-"""Every group against plain arithmetic: results to the bit, order, overlap, traffic; and ranks that fail.
+"""Collectives of every kind of group: bit-exact results, order, overlap, traffic, and errors for misuse.
 
-Parts of different lengths are gathered and reduced as equal ones are, by every group that has them.
-Messages from rank to rank that are waited for more than once.
+Shards of unequal lengths are gathered and reduced, too, and an interrupted wait for a message can be repeated.
 """
 
 import itertools
@@ -33,7 +32,7 @@ LARGE = TILE_NUMEL + 3
 )
 @on_ranks()
 def test_collectives_equal_plain_arithmetic(kind: str, ranks: int) -> None:
-    """Each dtype with each length, and each of these with each output, scales by turns."""
+    """Each dtype with each length and each output; scales alternate."""
     with Scope(kind) as group:
         cases = [(numel, dtype) for dtype in DTYPES for numel in SLICES] + [(LARGE, torch.float32)]
         specs = [spec for numel, dtype in cases for spec in ((group.size * numel, dtype), (numel, dtype))]
@@ -97,7 +96,7 @@ def reductions(group: Group, full: Buffer, kind: str, dtype: torch.dtype, numel:
     ],
 )
 @on_ranks()
-def test_agreement(kind: str, ranks: int) -> None:
+def test_exchange_and_broadcast(kind: str, ranks: int) -> None:
     with Scope(kind) as group:
         rank, size = group.rank, ranks
         assert group.exchange([]) == [[]] * size
@@ -106,7 +105,7 @@ def test_agreement(kind: str, ranks: int) -> None:
         ]
         long = [float(rank * 1000 + index) for index in range(700)]
         assert group.exchange(long) == [[float(r * 1000 + index) for index in range(700)] for r in range(size)]
-        # The length of the text differs by rank.
+        # The length of the text differs between ranks.
         told = group.exchange_object({"rank": rank, "name": "x" * (rank * 300), "shape": [1, None, True]})
         assert told == [{"rank": r, "name": "x" * (r * 300), "shape": [1, None, True]} for r in range(size)]
         raises(TypeError, "cannot exchange", lambda: group.exchange_object({1j: CPU}))
@@ -125,8 +124,8 @@ def test_agreement(kind: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, *full(4)])
 @on_ranks()
-def test_nobody_overtakes_a_reader(ranks: int) -> None:
-    """Writers that overtake readers would be seen: every round has other values and random pauses."""
+def test_writers_wait_for_readers(ranks: int) -> None:
+    """Each round has other values and random pauses, so that a writer that overtakes a reader is detected."""
     with Scope("shared") as group:
         size, rank, numel = group.size, group.rank, 30_000
         noise = random.Random(rank)
@@ -152,9 +151,11 @@ def test_nobody_overtakes_a_reader(ranks: int) -> None:
 
 @on_ranks(3)
 @pytest.mark.parametrize("kind", ["shared", "gloo"])
-def test_finished_without_waiting(kind: str) -> None:
-    """finished() makes progress by itself, and is true only when the result is there. At most two threads see to it
-    (and two that do what other ranks of the host need), however often it is asked, and end with the group."""
+def test_finished_makes_progress_without_wait(kind: str) -> None:
+    """finished() makes progress without wait(), and is true only when the result is there.
+
+    At most two threads of the group (and two that serve other ranks of the host) do the work, and end with the group.
+    """
     watchers: set[threading.Thread] = set()
     with Scope(kind) as group:
         size, rank, numel = group.size, group.rank, 1000
@@ -171,7 +172,7 @@ def test_finished_without_waiting(kind: str) -> None:
             handles = [group.reduce_scatter(out, full, 1.0), group.all_reduce(other, 1.0)]
             handles.append(group.all_gather(gathered, shard))
             while not all(handle.finished() for handle in reversed(handles)):
-                time.sleep(0)  # a handle that never finishes is ended, and shown, by the pool
+                time.sleep(0)  # the pool's time-out ends a handle that never finishes
                 watchers |= {thread for thread in threading.enumerate() if thread.name == "shardwise-gloo-worker"}
             for handle in handles:
                 handle.wait()
@@ -187,7 +188,7 @@ def test_finished_without_waiting(kind: str) -> None:
 
 
 @on_ranks(2)
-def test_misuse_is_refused_with_the_value() -> None:
+def test_errors_of_misuse_name_the_value() -> None:
     with Scope("shared") as group:
         size = group.size
         full, odd, shard = group.buffers([(size * 4, torch.float32), (size * 4 + 1, torch.float32), (4, torch.float32)])
@@ -213,7 +214,7 @@ def test_misuse_is_refused_with_the_value() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_a_group_of_one_rank_converts_and_scales_with_one_rounding(scale: float) -> None:
+def test_group_of_one_rank_rounds_once(scale: float) -> None:
     for kept, wanted in itertools.permutations(DTYPES, 2):
         group = LocalGroup("test", CPU)
         (full,) = group.buffers([(LARGE, kept)])
@@ -225,7 +226,7 @@ def test_a_group_of_one_rank_converts_and_scales_with_one_rounding(scale: float)
 
 
 def unequal_parts(group: Group, kind: str, dtype: torch.dtype, joint: bool) -> None:
-    """Parts of 1, 601, 3, 1801, ... elements, in a smaller part of a buffer, gathered and reduced."""
+    """Gather and reduce parts of 1, 601, 3, 1801, ... elements in a part of a larger buffer."""
     size, rank = group.size, group.rank
     bounds = tuple(
         itertools.accumulate((1 if r == 0 else 3 if r == 2 else 600 * r + 1 for r in range(size)), initial=0)
@@ -272,22 +273,22 @@ def unequal_parts(group: Group, kind: str, dtype: torch.dtype, joint: bool) -> N
 
 @pytest.mark.parametrize(("kind", "ranks"), [("shared", 1), ("shared", 3), ("gloo", 3), ("native", 3)])
 @on_ranks()
-def test_parts_of_different_lengths(kind: str, ranks: int) -> None:
+def test_shards_of_unequal_lengths(kind: str, ranks: int) -> None:
     with Scope(kind) as group:
         for dtype, joint in itertools.product((torch.float32, torch.float64, torch.bfloat16), (False, True)):
             unequal_parts(group, kind, dtype, joint)
 
 
 INSIDE_S = 0.2
-"""Until a thread that has begun to wait is inside of gloo; sooner or later, the test passes."""
+"""Time for a waiting thread to enter gloo; the test also passes if it is too short or too long."""
 
 
 class Counted:
-    """A work whose waits are counted.
+    """A work that counts its waits.
 
     Attributes:
-        began: somebody waits.
-        through: of each wait that has ended, whether what it is for had come.
+    began: Set when a wait starts.
+    through: For each finished wait, whether the work was complete.
     """
 
     def __init__(self, work: dist.Work) -> None:
@@ -305,8 +306,8 @@ class Counted:
 
 
 @on_ranks(2)
-def test_an_interrupt_during_a_wait_leaves_nothing_to_wait_for() -> None:
-    """A signal comes to rank 0 while it waits, and it waits again. Rank 1 sends when the signal is there."""
+def test_interrupted_wait_can_be_repeated() -> None:
+    """Rank 0 gets a signal while it waits, and waits again; rank 1 sends only after the signal."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""Ranks that die, leave, do not come or go astray: named, in seconds, with the operation.
+"""Ranks that die, leave, come late or make another call: errors name them and the operation within seconds.
 
-Exchanges in shared memory that some rank gives up, or leaves: who comes late is told, and the next one is met.
+After an exchange that a rank gave up or left, the next exchange works.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ from tests.support.launching import forked, start
 from tests.support.scope import Scope
 from tests.support.sets import full
 
-# Failures. These ranks are processes of their own, since a pool ends all its ranks soon after the first failure.
+# Ranks that die are separate processes, because a pool ends all its ranks soon after the first failure.
 
 
 def _rank(fn: Callable[[], str], store: str, rank: int, size: int, connection: Connection) -> None:
@@ -35,7 +35,7 @@ def _rank(fn: Callable[[], str], store: str, rank: int, size: int, connection: C
 
 
 def survivors(fn: Callable[[], str], size: int, tmp_path: Path) -> list[str | None]:
-    """What ``fn`` returned on each rank; ``None`` where the rank died first."""
+    """Return the result of ``fn`` on each rank; ``None`` if the rank died first."""
     ends, processes = [], []
     for rank in range(size):
         ours, theirs = multiprocessing.Pipe()
@@ -58,7 +58,7 @@ def survivors(fn: Callable[[], str], size: int, tmp_path: Path) -> list[str | No
 
 
 def _death(kind: str, operation: str) -> str:
-    scope = Scope(kind, 600.0)  # longer than the caller waits: a death is told, not waited for
+    scope = Scope(kind, 600.0)  # longer than the test waits: the death itself has to raise
     group = scope.group
     (full,) = group.buffers([(group.size * 1000, torch.float32)])
     group.barrier()
@@ -77,7 +77,7 @@ def _death(kind: str, operation: str) -> str:
     return "nothing was noticed"
 
 
-def test_who_dies_instead_of_meeting_is_missed_by_all(tmp_path: Path) -> None:
+def test_dead_rank_fails_the_exchange_on_all_ranks(tmp_path: Path) -> None:
     first, dead, last = survivors(partial(_death, "gloo", "meeting"), 3, tmp_path)
     assert dead is None
     for rank, text in ((0, first), (2, last)):
@@ -97,12 +97,12 @@ def test_who_dies_instead_of_meeting_is_missed_by_all(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_dead_rank_is_named(fn: Callable[[], str], words: tuple[str, ...], tmp_path: Path) -> None:
-    """Long before the group would give up waiting."""
+def test_error_names_the_dead_rank(fn: Callable[[], str], words: tuple[str, ...], tmp_path: Path) -> None:
+    """The error comes long before the time-out of the group."""
     told = survivors(fn, 3, tmp_path)
     assert told[1] is None
     assert all(told[rank] is not None for rank in (0, 2))
-    # One survivor may learn of the death through the other, which failed first.
+    # One survivor may get the error from the other survivor, which failed first.
     first = next(text for text in (told[0], told[2]) if text is not None and words[-1] in text)
     assert all(word in first for word in words)
 
@@ -128,7 +128,7 @@ def astray(name: str) -> str:
     return told
 
 
-def test_a_rank_that_left_or_is_at_another_operation_is_named() -> None:
+def test_error_names_a_closed_group_or_another_operation() -> None:
     assert "rank 1 has closed the group" in run_ranks(2, astray, "left")[0]
     for text in run_ranks(2, astray, "phases"):
         assert "fence before an update" in text and "fence after an update" in text
@@ -151,8 +151,8 @@ def other_purposes(kind: str, calls: list[tuple[str, int]]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["shared", "gloo"])
-def test_ranks_that_came_for_different_things_are_told_of_each(kind: str) -> None:
-    """Whatever the lengths of their messages."""
+def test_error_names_the_purposes_of_all_ranks(kind: str) -> None:
+    """The lengths of the messages do not matter."""
     calls = [("the gradient norm", 1), ("which parameters had gradients", 300), ("what to gather", 30)]
     for size in (2, 3):
         expected = "; ".join(
@@ -173,7 +173,7 @@ SLOW_S = 3 * shared.CHECK_S
 
 
 def exchanged(group: SharedGroup, value: float) -> str:
-    """What comes of an exchange of it: the numbers that all ranks have, or why there are none."""
+    """Return the values of all ranks after an exchange, or its error."""
     try:
         return str([row[0] for row in group.exchange([value])])
     except PeerError as error:
@@ -181,7 +181,7 @@ def exchanged(group: SharedGroup, value: float) -> str:
 
 
 def late() -> list[str]:
-    """The last rank comes when the first has given up; one between them would wait for ever."""
+    """The last rank comes after the first one gave up; a rank between them has no time-out of its own."""
     with Scope("shared") as group:
         assert isinstance(group, SharedGroup)
         group.timeout_s = SOON_S if group.rank == 0 else NEVER_S
@@ -197,7 +197,7 @@ def late() -> list[str]:
 
 
 def slowly(group: SharedGroup, full: Buffer) -> list[str]:
-    """Exchanges and reductions to which each rank in turn comes late, behind one that has failed."""
+    """Make exchanges and reductions to which each rank in turn comes late, after an exchange that failed."""
     told = []
     for number in range(group.size):
         if number % group.size == group.rank:
@@ -213,7 +213,7 @@ def slowly(group: SharedGroup, full: Buffer) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, *full(3)])
-def test_a_rank_that_comes_too_late_fails_as_those_do_that_have_given_it_up(ranks: int) -> None:
+def test_late_rank_fails_like_the_ranks_that_gave_up(ranks: int) -> None:
     (first, *met), *others = run_ranks(ranks, late, timeout=120.0)
     assert "rank 0 waited" in first and "is running but has not come" in first
     expected = [str([10.0 * number + rank for rank in range(ranks)]) for number in range(ranks)]
@@ -232,13 +232,13 @@ def interrupted(group: SharedGroup, value: float) -> None:
 
 
 def left() -> list[str]:
-    """Interrupts take the first rank on to where it says other things in the same place."""
+    """Interrupt rank 0 in two exchanges; its third one must not be taken for an earlier one."""
     with Scope("shared") as group:
         assert isinstance(group, SharedGroup)
         if group.rank == 0:
             for value in (1.0, 2.0):
                 interrupted(group, value)
-            # This rank may not look for the failure of the other one, however late it comes.
+            # This rank must not check for a failure of the other one while it waits.
             unchecked = mock.patch.object(shared, "CHECK_S", NEVER_S)
             with unchecked, mock.patch.object(group, "wait_until", meeting_at_a_barrier(group.wait_until)):
                 return [exchanged(group, 3.0)]
@@ -254,7 +254,7 @@ def meeting_at_a_barrier(wait_until: Callable[..., None]) -> Callable[..., None]
     return waiting
 
 
-def test_what_an_interrupted_rank_says_later_is_not_taken_for_what_it_said() -> None:
+def test_values_after_an_interrupt_are_not_mixed_with_earlier_ones() -> None:
     (last,), (first, second, third) = run_ranks(2, left)
     assert "ranks [0] of 2 gave it up before all had come" in first
     assert second == "[2.0, 20.0]" and third == last == "[3.0, 30.0]"

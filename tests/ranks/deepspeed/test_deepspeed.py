@@ -1,4 +1,4 @@
-"""shardwise.deepspeed on two ranks against plain torch, its checkpoints, zero.*, and the tutorial as printed."""
+"""shardwise.deepspeed on two ranks: training against plain torch, checkpoints of both libraries, and the tutorial."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from shardwise.deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from shardwise import deepspeed
-from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.registry import open_checkpoint
 from shardwise.testing import PlainRecipe, PlainRun, assert_close, run_ranks, train_plain
 from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
 from tests.support.launching import printed
@@ -37,7 +37,7 @@ def net() -> nn.Module:
 
 
 def batches(accumulation: int, ranks: int = RANKS) -> list[list[list[tuple[Tensor, Tensor]]]]:
-    """``[step][micro-batch][rank]``."""
+    """Return ``[step][micro-batch][rank]``."""
     generator = torch.Generator().manual_seed(9)
 
     def one() -> tuple[Tensor, Tensor]:
@@ -68,11 +68,11 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], accumulation: int = 
 
 SGD = optimizer_block("SGD", lr=0.1, momentum=0.5)
 CLIP_SUMS = 2.5
-"""Of three ranks' sums some are clipped and some are not; of their means none would be."""
+"""Clips some but not all sums over three ranks; no mean would reach it."""
 
 
 class Case(NamedTuple):
-    """One configuration; with ``total`` gradients are summed over ranks, and the optimizer is SGD."""
+    """One configuration; ``total`` sums gradients over ranks, with SGD as the optimizer."""
 
     stage: int
     accumulation: int
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 @functools.cache
 def plain(ranks: int, accumulation: int, precision: str, clip: float = CLIP, total: bool = False) -> PlainRun:
-    """The sum over ranks is the mean of losses that are ``ranks`` times as large."""
+    """Train with plain torch; a sum over ranks is the mean of losses that are ``ranks`` times as large."""
     recipe = PlainRecipe(max_norm=clip, param_dtype=DTYPES[precision], loss_scale=SCALE if precision == "fp16" else 1.0)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -119,7 +119,7 @@ def train(
 
 
 def check_trained(cases: Sequence[Case]) -> None:
-    """The last state, and the norms and gradients of each step."""
+    """Compare the last state, and the norms and gradients of each step."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     for case in cases:
         stage, accumulation, precision, clip, total = case
@@ -134,7 +134,7 @@ def check_trained(cases: Sequence[Case]) -> None:
         assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * accumulation)
         assert engine.get_batch_info() == (4 * accumulation * ranks, 4, accumulation)
         expected = plain(ranks, *case[1:])
-        # 16 bits round a sum over passes before and after it is one over ranks.
+        # 16 bits round the sum over passes before the sum over ranks, and the result once more.
         tolerance = 2e-6 if precision == "fp32" else 1e-2 if total else 5e-3
         assert_close(close(engine), expected.masters[-1], tolerance, str(case))
         assert norms == pytest.approx(expected.norms, rel=1e-5 if precision == "fp32" else 2e-2), case
@@ -146,7 +146,7 @@ def check_trained(cases: Sequence[Case]) -> None:
 @on_ranks(RANKS, timeout=120.0)
 @pytest.mark.parametrize("turn", [0, *full(1, 2)])
 def test_every_stage_equals_plain_torch(turn: int) -> None:
-    # Every stage with every precision, a third of the pairs a turn; one pass and three of them take turns.
+    # Each turn tests a third of all pairs of stage and precision, with one pass or three per step.
     places = [(stage, (stage + turn) % len(DTYPES)) for stage in range(4)]
     check_trained([Case(stage, 1 if (stage + place) % 2 else 3, list(DTYPES)[place]) for stage, place in places])
 
@@ -154,7 +154,7 @@ def test_every_stage_equals_plain_torch(turn: int) -> None:
 @on_ranks(timeout=120.0)
 @pytest.mark.parametrize(("ranks", "turn"), [(2, 0), *full((2, 1), (2, 2), (3, None))])
 def test_sums_equal_plain_torch(ranks: int, turn: int | None) -> None:
-    """On two ranks every stage has another precision each turn; on three, fp32 alone."""
+    """On two ranks each turn pairs the stages with other precisions; three ranks test fp32 only."""
     cases = [
         Case(stage, 1 + (stage + place) % 2, list(DTYPES)[place], clip, total=True)
         for stage in range(4)
@@ -164,7 +164,7 @@ def test_sums_equal_plain_torch(ranks: int, turn: int | None) -> None:
     check_trained(cases)
 
 
-def test_what_is_no_sum_and_no_mean() -> None:
+def test_unsupported_gradient_reductions_are_refused() -> None:
     def plan(**keys: Any) -> Any:
         return deepspeed.to_plan({"gradient_allreduce_op": "sum", **keys}, 2)[0]
 
@@ -175,7 +175,7 @@ def test_what_is_no_sum_and_no_mean() -> None:
     )
 
 
-# ---- offload, checkpoints and zero.*
+# ---- checkpoints
 
 
 def scheduled(**changes: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def test_checkpoints_resume_exactly_and_change_stage(tmp_path: Path) -> None:
     assert alone.load_checkpoint(directory, "global_step2", load_module_only=True) == saved
     assert alone.global_steps == 0 and alone.get_lr() == before != rates
     assert not any("exp_avg" in each for each in alone.optimizer.state_dict()["state"].values())  # type: ignore
-    # Another optimizer than the one that was saved: its states are not wanted, nor compared.
+    # The optimizer differs from the saved one: its states are neither loaded nor compared.
     model = net()
     other = [{"params": [p]} for p in model.parameters()]
     second = start(model, config(3), optimizer=torch.optim.SGD(other, lr=0.5))
@@ -230,7 +230,7 @@ def test_checkpoints_resume_exactly_and_change_stage(tmp_path: Path) -> None:
 
 
 class Theirs(NamedTuple):
-    """A checkpoint that DeepSpeed made, how it is gone on from, and the loss scale it has."""
+    """A checkpoint written by DeepSpeed, the configuration that loads it, and its loss scale."""
 
     archive: str
     case: str
@@ -252,8 +252,8 @@ THEIRS = [
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("given", [*THEIRS[:2], *full(*((each,) for each in THEIRS[2:]))])
-def test_checkpoints_of_deepspeed_are_taken_over(given: Theirs, tmp_path: Path) -> None:
-    """An engine goes on from them at another stage."""
+def test_checkpoints_of_deepspeed_are_loaded(given: Theirs, tmp_path: Path) -> None:
+    """An engine at another stage loads the checkpoint."""
     folder = tmp_path / str(torch.distributed.get_rank())
     with tarfile.open(DATA / f"{given.archive}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
@@ -300,7 +300,7 @@ class Frozen(nn.Module):
 
 
 @on_ranks(RANKS)
-def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+def test_checkpoints_without_frozen_parameters(tmp_path: Path) -> None:
     rank = torch.distributed.get_rank()
     engine, again = (start(Frozen(), config(stage)) for stage in (3, 1))
     train(engine, batches(1)[:2], rank)
@@ -323,7 +323,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
 
 
 @on_ranks(RANKS)
-def test_overflow_skips_the_schedule_too_and_stops_at_the_lowest_scale() -> None:
+def test_overflow_skips_the_schedule_and_stops_at_the_minimum_scale() -> None:
     changes = {"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 2}}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     engine = start(net(), config(2, scheduler=schedule, **changes))
@@ -361,7 +361,7 @@ def losses(text: str) -> list[float]:
 
 
 @pytest.mark.full
-def test_the_tutorial_learns_and_resumes(tmp_path: Path) -> None:
+def test_tutorial_learns_and_resumes(tmp_path: Path) -> None:
     straight = losses(run_ranks(RANKS, tutorial, 3, None, 3)[0])
     assert len(straight) == 3 and straight[-1] < 0.6 * straight[0]
     first = run_ranks(RANKS, tutorial, 3, str(tmp_path), 1)[0]

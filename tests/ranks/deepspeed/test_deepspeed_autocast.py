@@ -1,6 +1,6 @@
-"""``torch_autocast``: against plain torch under ``torch.autocast``, whose losses and weights are the same.
+"""``torch_autocast``: the same losses and weights as plain torch under ``torch.autocast``.
 
-Under fp16 torch's own ``GradScaler`` scales the loss of the reference, and skips the steps that overflow.
+Under fp16, the reference scales its loss with torch's ``GradScaler``, which skips the steps that overflow.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from tests.support.sets import full
 
 RANKS, STEPS, PASSES, CLIP = 2, 5, 3, 0.05
 LIMIT = 1e-6
-LOUD = 10.0  # so that the first loss scale is too large for fp16
+LOUD = 10.0  # makes the first loss scale too large for fp16
 
 
 class Net(nn.Module):
-    """A layer norm and a softmax, which autocast leaves in fp32, between products, which it does not."""
+    """A layer norm and a softmax, which autocast leaves in fp32, between matrix products, which it casts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def batches() -> list[list[list[tuple[Tensor, Tensor]]]]:
-    """``[step][pass][rank]``."""
+    """Return ``[step][pass][rank]``."""
     generator = torch.Generator().manual_seed(1)
 
     def one() -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def batches() -> list[list[list[tuple[Tensor, Tensor]]]]:
 
 
 def plain(dtype: torch.dtype, scale: float) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """Weights, losses of each step's last pass by rank, and scales after steps, of plain torch."""
+    """Train with plain torch; return weights, the loss of each pass on each rank, and the scales after each step."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=dtype is torch.float16)
@@ -82,7 +82,7 @@ def engine_at(stage: int, block: dict[str, Any], **more: Any) -> deepspeed.DeepS
     ("dtype", "stage"),
     [("bfloat16", 0), ("torch.float16", 3), *full(("torch.float16", 1), ("bfloat16", 2), ("bfloat16", 3))],
 )
-def test_as_plain_torch_under_autocast(dtype: str, stage: int) -> None:
+def test_torch_autocast_equals_plain_torch(dtype: str, stage: int) -> None:
     kind, rank = getattr(torch, dtype.removeprefix("torch.")), dist.get_rank()
     expected, losses, scales = plain(kind, 2.0**16)
     engine = engine_at(stage, {"enabled": True, "dtype": dtype})
@@ -91,7 +91,7 @@ def test_as_plain_torch_under_autocast(dtype: str, stage: int) -> None:
     for step in batches():
         for micro in step:
             loss = engine(*micro[rank])
-            with torch.autocast("cpu", torch.float16 if "b" in dtype else torch.bfloat16):  # has no say
+            with torch.autocast("cpu", torch.float16 if "b" in dtype else torch.bfloat16):  # has no effect
                 assert torch.equal(loss, engine(*micro[rank]))
             assert engine.module.seen == [kind] * 2 + [torch.float32]
             engine.backward(loss)
@@ -108,7 +108,7 @@ def test_as_plain_torch_under_autocast(dtype: str, stage: int) -> None:
 
 
 @on_ranks(1)
-def test_what_does_not_go_together_is_named() -> None:
+def test_conflicting_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"torch_autocast\.dtype=None with torch_autocast\.enabled: give 'bfloat16'"):
         engine_at(1, {"enabled": True})
     with pytest.raises(ValueError, match=r"torch_autocast\.dtype=torch\.float16 with bf16\.enabled: give the same"):

@@ -1,10 +1,9 @@
-"""Methods of DeepSpeed's engine beside training, on two ranks at every stage, against plain PyTorch.
+"""Methods and attributes of DeepSpeed's engine besides the usual training loop, against plain PyTorch.
 
-What the engine counts: samples of the passes that a step was made of, and updates where a pass fails.
-What programs write into an engine, and gradients that they drop between passes.
-
-``initialize`` of a model that has an engine, or had one: training goes on from its weights, and what is asked about
-parameters is answered for the newer one.
+* ``loss.backward()`` of the program, getters, monitors, ``compile``, clipping norms set during training;
+* ``zero_grad()`` between passes, offload and reload of states;
+* a second ``initialize`` of a model, which continues from its weights with a new engine;
+* counts of steps, samples and passes, also if a pass or a step fails.
 """
 
 import contextlib
@@ -44,7 +43,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def plain(accumulation: int) -> tuple[dict[str, Tensor], list[float]]:
-    """The weights, and the first rank's losses by step."""
+    """Train with plain PyTorch; return the weights, and the mean loss of the first rank in each step."""
     micros = range(accumulation)
     batches = [[[samples(step, rank, m) for rank in range(RANKS)] for m in micros] for step in range(STEPS)]
     recipe = PlainRecipe(mean_over_micro_batches=True)
@@ -66,7 +65,7 @@ QUICK: list[tuple[int, str | None]] = [(0, None), (1, "fp16"), (2, None), (3, "f
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize(("stage", "half"), QUICK)
-def test_backward_passes_of_the_program_itself(stage: int, half: str | None) -> None:
+def test_loss_backward_of_the_program(stage: int, half: str | None) -> None:
     """The program calls ``loss.backward()``, in two passes a step."""
     rank, engine = dist.get_rank(), start_at(stage, gradient_accumulation_steps=2, **HALVES[half])
     with contextlib.suppress(ValueError):
@@ -76,7 +75,7 @@ def test_backward_passes_of_the_program_itself(stage: int, half: str | None) -> 
             for micro in range(2):
                 loss = loss_of(engine, samples(step, rank, micro))
                 if micro == 0 and step == 2:
-                    engine.backward(loss)  # both ways in one step
+                    engine.backward(loss)  # engine.backward() and loss.backward() in one step
                 elif engine.fp16_enabled() or step == 0:
                     engine.scale(loss).backward()
                 else:
@@ -92,7 +91,7 @@ def test_backward_passes_of_the_program_itself(stage: int, half: str | None) -> 
 
 
 @on_ranks(RANKS)
-def test_what_is_gathered_is_freed() -> None:
+def test_empty_partition_cache_frees_gathered_parameters() -> None:
     engine, rank = start_at(3), dist.get_rank()
     engine.eval()
     engine(samples(0, rank))
@@ -104,7 +103,7 @@ def test_what_is_gathered_is_freed() -> None:
 
 
 @on_ranks(RANKS)
-def test_the_first_rank_prints_and_writes_metrics(tmp_path: Path) -> None:
+def test_rank_0_prints_and_writes_metrics(tmp_path: Path) -> None:
     rank, here, (_, losses) = dist.get_rank(), io.StringIO(), plain(2)
     logging.getLogger("shardwise.deepspeed").setLevel(logging.INFO)  # other tests change it
     engine = start_at(
@@ -163,7 +162,7 @@ def test_getters_and_other_methods() -> None:
     whole = {name: torch.full_like(value, 2.0) for name, value in engine.module_state_dict().items()}
     engine.load_module_state_dict({"module": whole})
     assert all((value == 2).all() for value in engine.module_state_dict().values())
-    # What torch.compile then does is tried in test_engine_compile.py.
+    # test_engine_compile.py tests training with torch.compile.
     compiled: list[dict[str, Any]] = []
     engine.session.module.compile = lambda **options: compiled.append(options)  # type: ignore[assignment, method-assign]
     for _ in range(2):
@@ -180,7 +179,7 @@ PASSES, LIMITS = 2, [0.015, 0.003, 0.0, 0.006]
 
 
 def plain_clipped(limits: list[float], turns: tuple[int, ...]) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights, and norms before clipping, where these of a step's passes count."""
+    """Train on the passes ``turns`` of each step; return the weights, and the norms before clipping."""
     model, norms = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.5)
     for step, limit in enumerate(limits):
@@ -206,7 +205,7 @@ def passes(engine: deepspeed.DeepSpeedEngine, step: int, before: Any = lambda: N
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize(("stage", "clip"), [(1, 1.0), (3, 0.3), *full((0, 0.0), (2, 0.0), (3, 0.0))])
-def test_a_norm_that_is_set_in_training_is_what_steps_clip_to(stage: int, clip: float) -> None:
+def test_clip_grad_set_during_training_is_used(stage: int, clip: float) -> None:
     weights, norms = plain_clipped(LIMITS, (0, 1))
     assert min(norms) > max(LIMITS)
     engine = with_passes(stage, clip)
@@ -219,7 +218,7 @@ def test_a_norm_that_is_set_in_training_is_what_steps_clip_to(stage: int, clip: 
 
 
 @on_ranks(RANKS)
-def test_a_norm_that_is_no_norm_or_that_one_rank_sets() -> None:
+def test_invalid_or_different_clip_grad_is_refused() -> None:
     engine = with_passes(2)
     with pytest.raises(TypeError, match="max_norm='a'"):
         engine.optimizer.clip_grad = "a"
@@ -237,7 +236,7 @@ def test_a_norm_that_is_no_norm_or_that_one_rank_sets() -> None:
     [(1, "engine"), (3, "engine"), (3, "optimizer"), *full((0, "engine"), (2, "engine"), (1, "optimizer"))],
 )
 def test_zero_grad_before_each_pass_of_an_update(stage: int, whose: str) -> None:
-    """DeepSpeed's engine sets ``.grad`` to ``None``, which at stages 2 and 3 sums are no longer in."""
+    """DeepSpeed's engine sets ``.grad`` to ``None``; at stages 2 and 3 the sums are stored elsewhere and stay."""
     engine = with_passes(stage)
     for step in range(STEPS):
         passes(engine, step, engine.zero_grad if whose == "engine" else engine.optimizer.zero_grad)
@@ -247,12 +246,12 @@ def test_zero_grad_before_each_pass_of_an_update(stage: int, whose: str) -> None
 
 
 @on_ranks(1)
-def test_states_are_moved_by_the_optimizer_as_by_the_engine() -> None:
+def test_optimizer_offloads_and_reloads_states() -> None:
     engine = with_passes(1)
     assert engine.optimizer.gradient_accumulation_steps == PASSES
     engine.tput_timer.update_epoch_count()
     with pytest.raises(AttributeError):
-        engine.optimizer.loss_scaler.scale_window = 5  # which would have no effect
+        engine.optimizer.loss_scaler.scale_window = 5  # it would have no effect
     passes(engine, 0)
     engine.optimizer.offload_states(include=["optim_states"], device="cpu", pin_memory=False, non_blocking=False)
     raises(RuntimeError, None, lambda: engine.backward(loss_of(engine, samples(1, 0))))
@@ -263,7 +262,7 @@ def test_states_are_moved_by_the_optimizer_as_by_the_engine() -> None:
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen parameter, a buffer."""
+    """A model with tied weights, a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +297,7 @@ def texts(caught: list[warnings.WarningMessage]) -> list[str]:
 @pytest.mark.parametrize(
     ("stages", "half"), [*full(((1, 1), True)), ((2, 3), False), *full(((3, 3), True)), ((3, 0), False)]
 )
-def test_a_model_that_has_an_engine(stages: tuple[int, int], half: bool) -> None:
+def test_second_initialize_of_a_model(stages: tuple[int, int], half: bool) -> None:
     with warnings.catch_warnings(record=True, action="always") as caught:
         model = Net()
         first = deepspeed.initialize(model=model, config=config(stages[0], half))[0]
@@ -314,18 +313,18 @@ def test_a_model_that_has_an_engine(stages: tuple[int, int], half: bool) -> None
         expected = deepspeed.initialize(model=other, config=config(stages[1], half))[0]
         assert_close(trained, train(expected, 2), 0.0, "as an engine that is made of these weights")
         expected.destroy()
-        if stages[1] < 3:  # whose parameters stay readable; no word, since the other had ended
+        if stages[1] < 3:  # parameters stay readable; no warning, because the first engine was destroyed
             deepspeed.initialize(model=other, config=config(stages[0], half))[0].destroy()
     assert len(texts(caught)) == (dist.get_rank() == 0)
     begin = "initialize() of a Net that already has an engine: that engine and its"
     assert all(text.startswith(begin) for text in texts(caught))
 
 
-# -- what is counted where a pass fails or a step raises: updates stay where they belong
+# -- counts if a pass fails or a step raises
 
 
 def started(stage: int, passes: int = 4, **more: Any) -> deepspeed.DeepSpeedEngine:
-    """SGD, whose rate halves with each step; weights of 0."""
+    """Start an engine with weights of 0 and SGD; its learning rate halves with each step."""
     model = nn.Linear(4, 2, bias=False)
     nn.init.zeros_(model.weight)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -345,7 +344,7 @@ def make(engine: deepspeed.DeepSpeedEngine, *numbers: float) -> None:
 
 
 def seen(engine: deepspeed.DeepSpeedEngine) -> list[float]:
-    """A weight, the rate, and what is counted."""
+    """Return a weight, the learning rate, and the counts."""
     counted = [engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps]
     return [float(engine.state_dict()["weight"][0, 0]), engine.get_lr()[0], *map(float, counted)]
 
@@ -360,28 +359,28 @@ def failing(engine: deepspeed.DeepSpeedEngine) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("clears", [False, True])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_passes_are_counted_anew_where_one_failed(stage: int, clears: bool) -> None:
+def test_failed_pass_restarts_the_count_of_passes(stage: int, clears: bool) -> None:
     engine = started(stage)
     make(engine, 1, 2)
     failing(engine)
     if clears:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing is kept, and what goes was to go
+            warnings.simplefilter("error")  # no warning: zero_grad() is meant to drop the failed step
             engine.zero_grad()
         assert not engine.session.passes.accumulated_passes()
     with warnings.catch_warnings(record=True, action="always") as told:
-        make(engine, 1, 2, 3)  # all passes of the step again, as the warning says
+        make(engine, 1, 2, 3)  # the warning asks for all passes of the step again
         assert clears or any("Make all passes of the step again" in str(each.message) for each in told)
     assert engine.global_steps == 0 and seen(engine)[0] == 0.0
     make(engine, 4)
     samples = 4 * engine.dp_world_size
-    assert seen(engine) == [-1.25, 0.25, 1.0, 6.0, samples, 0.0]  # by hand: the mean of 1, 2, 3 and 4
+    assert seen(engine) == [-1.25, 0.25, 1.0, 6.0, samples, 0.0]  # the mean of 1, 2, 3 and 4
     close(engine)
 
 
 @on_ranks(2)
-def test_an_update_counts_whatever_is_raised_behind_it() -> None:
-    """An exception behind the update, as Ctrl-C is raised when it is over."""
+def test_update_counts_if_an_exception_follows_it() -> None:
+    """The exception follows the update, as a Ctrl-C that is raised at its end."""
     engine = started(2)
     make(engine, 1, 2, 3)
     engine.backward(loss(engine, 4))
@@ -400,7 +399,7 @@ def test_an_update_counts_whatever_is_raised_behind_it() -> None:
 
 
 @on_ranks(2)
-def test_samples_are_those_of_the_passes_of_each_step() -> None:
+def test_global_samples_count_the_passes_of_each_step() -> None:
     engine = started(2, 1, managed_gradient_accumulation=False)
     for passes, counted in ((3, (1, 3)), (1, (2, 4)), (2, (3, 6))):
         for _ in range(passes):
@@ -408,8 +407,8 @@ def test_samples_are_those_of_the_passes_of_each_step() -> None:
         engine.step()
         assert (engine.global_steps, engine.global_samples / engine.dp_world_size) == counted
     engine.backward(loss(engine, 1))
-    engine.zero_grad()  # which keeps it, at stage 2
-    engine.optimizer.zero_grad()  # that pass is of no step
+    engine.zero_grad()  # at stage 2 it keeps the pass
+    engine.optimizer.zero_grad()  # this drops the pass, so that no step counts it
     engine.backward(loss(engine, 1))
     with contextlib.suppress(ValueError):
         engine.backward(torch.ones(2))

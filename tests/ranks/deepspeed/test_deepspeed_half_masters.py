@@ -1,4 +1,4 @@
-"""16-bit masters: Adam's steps are made in fp32 and rounded once, with moments in fp32 or in the masters' dtype."""
+"""16-bit masters: Adam steps in fp32 and rounds once, with moments in fp32 or in the dtype of the masters."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ BLOCKS: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype]] = {
     ),
     "fp16": ({"fp16": {"fp16_master_weights_and_grads": True, "loss_scale": 8.0}}, torch.float16, torch.float32),
 }
-"""The configuration, and the dtypes of masters and moments."""
+"""Configurations, with the dtypes of masters and moments."""
 
 
 class Net(nn.Module):
-    """A product of its weights with inputs: gradients are exact sums of halves, whatever the kernel."""
+    """A product of weights and inputs: gradients are exact sums of halves with any kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def adam(model: nn.Module, moments: torch.dtype) -> torch.optim.Optimizer:
 
 
 def plain(master: torch.dtype, moments: torch.dtype) -> dict[str, Tensor]:
-    """In one process, by an optimizer that tests/unit/test_optim.py compares with the formula."""
+    """Train in one process with an optimizer that tests/unit/optim compares with the formula."""
     batches = [[[batch(step, rank, master) for rank in range(RANKS)]] for step in range(STEPS)]
     recipe = PlainRecipe(masters=False)
     run = train_plain(lambda: Net().to(master), lambda m, b: m(*b), lambda m: adam(m, moments), batches, recipe)
@@ -64,8 +64,8 @@ QUICK = [("bf16", 0), ("fp16", 1), ("bf16 moments", 2), ("bf16", 3)]
     ("block", "stage"),
     [*QUICK, *full(*((block, stage) for block in BLOCKS for stage in range(4) if (block, stage) not in QUICK))],
 )
-def test_as_a_step_in_fp32_that_is_rounded_once(block: str, stage: int) -> None:
-    """Stages 1 and 3 with offload, 2 and 3 with DeepSpeed's optimizer of the program's own."""
+def test_steps_equal_fp32_steps_rounded_once(block: str, stage: int) -> None:
+    """Stages 1 and 3 offload the optimizer; stages 2 and 3 get DeepSpeedCPUAdam from the program."""
     more, dtype, moments = BLOCKS[block]
     config = ds_config(
         stage,
@@ -78,7 +78,7 @@ def test_as_a_step_in_fp32_that_is_rounded_once(block: str, stage: int) -> None:
         optimizer = adam(model, moments)
     engine = start(model, config, optimizer=optimizer)
     for step in range(STEPS):
-        if step == 3:  # moments keep their dtype and their bits
+        if step == 3:  # a load keeps the dtype and bits of the moments
             state = engine.optimizer.state_dict()
             engine.optimizer.load_state_dict(state)
         engine.backward(engine(*batch(step, dist.get_rank(), dtype)))
@@ -93,8 +93,8 @@ def test_as_a_step_in_fp32_that_is_rounded_once(block: str, stage: int) -> None:
     assert dtype is torch.float16 or max(moved) > 5e-4, "moments of another dtype would show"
 
 
-def test_moments_that_stay_wide_are_refused_where_narrow_ones_are_asked_for() -> None:
-    """As DeepSpeed asserts it; and nothing is sharded."""
+def test_fp32_moments_with_bf16_optimizer_states_are_refused() -> None:
+    """The error is an AssertionError, as in DeepSpeed, and nothing is sharded."""
     model = Net()
     block = {"enabled": True, **BLOCKS["bf16 moments"][0]["bf16"]}
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "bf16": block}

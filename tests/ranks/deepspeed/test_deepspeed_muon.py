@@ -1,4 +1,4 @@
-"""``optimizer.type`` ``Muon``: as the optimizer trains in one process (tests/unit/test_optim_whole.py: as torch's)."""
+"""``optimizer.type`` ``Muon`` trains as MuonWithAuxAdam does in one process."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ QUICK = [(1, "gram"), (2, "gram"), (3, "standard")]
     ("stage", "method"),
     [*QUICK, *full(*((stage, how) for stage in range(4) for how in METHODS if (stage, how) not in QUICK))],
 )
-def test_as_torch(stage: int, method: str, tmp_path: Path) -> None:
+def test_muon_equals_one_process(stage: int, method: str, tmp_path: Path) -> None:
     mark = stage == 2
     matrices = ["wide.weight", *(["lm_head.weight"] if mark else ["tall.weight"])]
     muon = optimizer_block("Muon", ns_method=method, **RATES)
@@ -75,7 +75,7 @@ def test_as_torch(stage: int, method: str, tmp_path: Path) -> None:
 
     engine = started()
     for step in range(STEPS):
-        if step == 2:  # half of it in a run of its own
+        if step == 2:  # resume the second half from a checkpoint
             engine.save_checkpoint(str(tmp_path))
             engine.destroy()
             engine = started()
@@ -90,7 +90,7 @@ def test_as_torch(stage: int, method: str, tmp_path: Path) -> None:
     assert_close(close(engine), plain(method, matrices), 1e-5 if method == "gram" else 2e-2, f"stage {stage}, {method}")
 
 
-def test_what_is_refused() -> None:
+def test_invalid_muon_parameters_are_refused() -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "muon", "params": {"lr": 0.1}}}
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="has a group with weight_decay, and Muon makes groups of its own"):
@@ -103,7 +103,7 @@ def test_what_is_refused() -> None:
         deepspeed.initialize(model=model, config=config)
 
 
-def test_that_the_steps_are_not_clipped_is_said() -> None:
+def test_note_says_that_gradients_are_clipped_before_muon() -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "Muon"}, "gradient_clipping": 0.5}
     assert any("gradients are clipped before Muon" in each for each in deepspeed.to_plan(config, 1)[1].notes)
     config["gradient_clipping"] = 0.0

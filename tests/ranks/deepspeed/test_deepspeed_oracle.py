@@ -1,9 +1,7 @@
-"""One configuration for DeepSpeed itself, for shardwise and for plain torch: the same losses, the same weights.
+"""Losses and weights of one configuration are equal under DeepSpeed itself, shardwise.deepspeed and plain torch.
 
-What DeepSpeed 0.19.8 ended with is in tests/data/deepspeed_training.safetensors (tests/data/make_deepspeed_training.py
-wrote it); where DeepSpeed is installed, it is run again.
-
-Several engines of one loss, in fp16 too: what each trains is what plain PyTorch trains.
+tests/data/deepspeed_training.safetensors has the results of DeepSpeed 0.19.8; tests/data/make_deepspeed_training.py
+wrote it, and runs again if DeepSpeed is installed. One loss of several engines trains as in plain torch, also in fp16.
 """
 
 import importlib.util
@@ -38,7 +36,7 @@ def _recipe() -> Any:
 
 recipe = _recipe()
 CASES = {case.name: case for case in recipe.CASES}
-Ended = tuple[dict[str, Tensor], Tensor]  # the weights and the mean loss of each step
+Ended = tuple[dict[str, Tensor], Tensor]  # the final weights, and the mean loss of each step
 LIMIT = 1e-6
 
 
@@ -63,7 +61,7 @@ def by_shardwise(names: list[str]) -> dict[str, Ended]:
 
 
 def check_all(found: dict[str, Ended], expected: dict[str, Ended]) -> None:
-    """NaN is a difference."""
+    """Compare weights and losses; NaN is a difference."""
     for name, (state, losses) in found.items():
         there, their_losses = expected[name]
         assert state.keys() == there.keys(), name
@@ -73,8 +71,8 @@ def check_all(found: dict[str, Ended], expected: dict[str, Ended]) -> None:
 
 
 @pytest.mark.parametrize("quick", [True, *full(False)], ids=["clipped", "others"])
-def test_a_configuration_trains_what_deepspeed_trains(quick: bool) -> None:
-    """Two passes a step that are clipped, at every stage and in both number formats; and the others."""
+def test_training_equals_stored_results_of_deepspeed(quick: bool) -> None:
+    """``quick`` tests steps of two clipped passes at every stage and in both number formats; else all other cases."""
     stored = by_deepspeed(STORED)
     assert stored.keys() == CASES.keys()
     names = [name for name, case in CASES.items() if (case.accumulation == 2 and case.clip > 0) is quick]
@@ -86,7 +84,7 @@ def test_a_configuration_trains_what_deepspeed_trains(quick: bool) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_deepspeed_still_trains_what_is_stored(tmp_path: Path) -> None:
+def test_stored_results_equal_installed_deepspeed(tmp_path: Path) -> None:
     again = tmp_path / "again.safetensors"
     run = subprocess.run(
         [sys.executable, str(GENERATOR), str(again)], capture_output=True, encoding="utf-8", timeout=600, check=False
@@ -144,7 +142,7 @@ def test_one_loss_of_several_engines(precision: str, stage: int) -> None:
                 engine._backward_epilogue()
                 engine.step()
     told = [str(each.message) for each in caught if "of an unscaled loss" in str(each.message)]
-    assert len(told) == (2 if precision == "fp16" else 0)  # each engine once
+    assert len(told) == (2 if precision == "fp16" else 0)  # one warning per engine
     batches = [[[batch(step, rank) for rank in range(2)]] for step in range(STEPS)]
     recipe = PlainRecipe(param_dtype=torch.float16 if precision == "fp16" else None)
     expected = train_plain(both, combined, sgd, batches, recipe).masters[-1]

@@ -1,4 +1,4 @@
-"""``safe_get_*`` and ``safe_set_*`` at every stage and tier: what they give, and how training goes on."""
+"""``safe_get_*`` and ``safe_set_*`` at every stage and tier, and training after a change, against plain PyTorch."""
 
 import copy
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise import deepspeed
 from shardwise.deepspeed import utils
-from shardwise.deepspeed.marks import ZeroParamStatus
+from shardwise.deepspeed.parameter_attributes import ZeroParamStatus
 from tests.support.ds_setup import ds_config, optimizer_block, start
 from tests.support.on_ranks import everywhere, on_ranks, raises
 from tests.support.sets import full
@@ -35,7 +35,7 @@ def data(step: int, rank: int) -> Tensor:
 
 
 class Pair:
-    """An engine, and the same model trained by plain PyTorch in this process."""
+    """An engine, and the same model trained with plain PyTorch in this process."""
 
     def __init__(self, zero: dict[str, Any], **changes: Any) -> None:
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ class Pair:
         self.steps += 1
 
     def same(self) -> None:
-        """Parameters and optimizer state are those of plain PyTorch."""
+        """Compare parameters and optimizer state with plain PyTorch."""
         for param, plain in self.params:
             found = utils.safe_get_full_fp32_param(param)
             if not plain.requires_grad:
@@ -83,7 +83,7 @@ class Pair:
 
 @torch.no_grad()
 def set_whole(pair: Pair) -> None:
-    """Values and state of some parameters are replaced, alike in both."""
+    """Replace values and state of some parameters in both models."""
     (weight, plain_weight), (bias, plain_bias), (second, plain_second) = pair.params[:3]
     utils.safe_set_full_fp32_param(weight, plain_weight * 1.5)
     plain_weight.mul_(1.5)
@@ -95,7 +95,7 @@ def set_whole(pair: Pair) -> None:
 
 @torch.no_grad()
 def set_parts(pair: Pair) -> None:
-    """The same through this rank's part, which together are all of it."""
+    """Change a parameter and its state through this rank's part; the parts of all ranks cover it."""
     weight, plain = pair.params[0]
     part = utils.safe_get_local_fp32_param(weight)
     counts = everywhere(part.numel())
@@ -120,7 +120,7 @@ def set_gradients(pair: Pair) -> None:
 def as_plain(zero: dict[str, Any], changes: dict[str, Any]) -> None:
     pair = Pair(zero, **changes)
     first = pair.params[0][0]
-    assert utils.safe_get_full_optimizer_state(first, "exp_avg") is None  # there is none before a step
+    assert utils.safe_get_full_optimizer_state(first, "exp_avg") is None  # no state before the first step
     with pytest.raises(RuntimeError, match="after the first step"):
         utils.safe_set_full_optimizer_state(first, torch.zeros_like(first), "exp_avg")
     assert utils.safe_get_full_grad(first) is None
@@ -146,7 +146,7 @@ def as_plain(zero: dict[str, Any], changes: dict[str, Any]) -> None:
 
 
 def masters(stage: int) -> None:
-    """What is set is the master, in fp32, and parameters are what it rounds to."""
+    """A set value goes to the fp32 master, and the parameter is the rounded master."""
     pair = Pair({"stage": stage}, bf16={"enabled": True})
     weight = pair.params[0][0]
     value = torch.full((7, 5), 1.0 + 2.0**-12)
@@ -169,7 +169,7 @@ PLACES: dict[str, list[dict[str, Any]]] = {
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["stages", *full(*(name for name in PLACES if name != "stages"))])
-def test_tensors_of_one_parameter_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
+def test_tensor_access_equals_plain_torch(name: str, tmp_path: Path) -> None:
     for zero in PLACES[name]:
         nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
         as_plain({key: nvme if value == {"device": "nvme"} else value for key, value in zero.items()}, {})
@@ -178,7 +178,7 @@ def test_tensors_of_one_parameter_are_those_of_plain_training(name: str, tmp_pat
 
 
 @on_ranks(RANKS)
-def test_a_module_that_was_built_before_keeps_its_values_under_init() -> None:
+def test_zero_init_keeps_modules_that_were_built_before() -> None:
     before = nn.Linear(5, 7)
     with deepspeed.zero.Init():
         model = nn.Sequential(before, nn.Linear(7, 3))
@@ -197,7 +197,7 @@ def test_status_of_parameters() -> None:
     pair.backward()
     pair.step()
     handle.remove()
-    assert seen == [here] and weight.ds_status is gone  # gathered for a block: test_deepspeed_gathered_parts.py
+    assert seen == [here] and weight.ds_status is gone
     assert all((p.ds_shape, p.ds_numel) == (q.shape, q.numel()) for p, q in pair.params)
     numbers = {p.ds_id for p, _ in pair.params}
     pair.engine.destroy()

@@ -1,4 +1,4 @@
-"""build() of models that were only described: equal values, and never more than a shard and one chunk in memory."""
+"""build() of deferred and meta models: values equal the plain ones, memory stays within a shard and one chunk."""
 
 import gc
 import time
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.core.comm import Buffer
 from shardwise.core.comm.shared_buffer import MappedBuffer
 from shardwise.core.deferred import deferred_init
-from shardwise.core.engine.writer import ValueWriter
+from shardwise.core.engine.param_writer import ParamWriter
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.counters import live_tensor_bytes
@@ -69,10 +69,10 @@ UNIT = WIDTH * WIDTH + WIDTH
 
 
 def mapped_bytes() -> int:
-    """Memory of peers that this process sees: it is theirs, and counted there."""
+    """Return the bytes of peers' memory that this process maps; the peers count them."""
     peers: dict[int, int] = {}
     for buffer in [each for each in gc.get_objects() if issubclass(type(each), Buffer)]:
-        if isinstance(buffer, MappedBuffer):  # one array, of which a part is this rank's
+        if isinstance(buffer, MappedBuffer):  # one array; a part of it is this rank's
             storage = buffer.local.untyped_storage()
             peers[storage._cdata] = storage.nbytes() - buffer.local.nbytes
             continue
@@ -88,7 +88,7 @@ def own_bytes() -> int:
 
 @dataclass(frozen=True)
 class Building:
-    """Bytes of this rank's live tensors: the most while values are made, after build, and after the first step."""
+    """Live tensor bytes of this rank: the peak while values are made, after build, and after the first step."""
 
     making: int
     built: int
@@ -96,16 +96,16 @@ class Building:
 
 
 def watch_building(plan: Plan, how: str, depth: int, train: bool) -> Building:
-    """Looks whenever a whole value is about to be cut up."""
+    """Build (and train); measure whenever a full value is about to be sharded."""
     making: list[int] = []
-    store, trained = ValueWriter.store, 0
+    store, trained = ParamWriter.store, 0
 
-    def watched(self: ValueWriter, index: int, value: Tensor) -> None:
+    def watched(self: ParamWriter, index: int, value: Tensor) -> None:
         making.append(own_bytes())
         store(self, index, value)
 
     before = own_bytes()
-    with mock.patch.object(ValueWriter, "store", watched):
+    with mock.patch.object(ParamWriter, "store", watched):
         torch.manual_seed(0)
         context: Any = deferred_init() if how == "deferred" else torch.device("meta")
         with context:
@@ -120,7 +120,7 @@ def watch_building(plan: Plan, how: str, depth: int, train: bool) -> Building:
 
 
 def generator_bytes(how: str, depth: int) -> int:
-    """A recorded tensor keeps the generator's state, 5 KB, until it has values."""
+    """Return the bytes of generator states: a recorded tensor keeps one, of 5 KB, until it has values."""
     return 2 * depth * torch.get_rng_state().nbytes if how == "deferred" else 0
 
 
@@ -128,19 +128,20 @@ def generator_bytes(how: str, depth: int) -> int:
     ("dtype", "how"),
     [(None, "deferred"), *full((HALF, "meta")), *campaign((None, "meta"), (HALF, "deferred"))],
 )
-def test_peak_while_building_what_is_trained(dtype: torch.dtype | None, how: str) -> None:
-    """Over shared memory, with an optimizer. With w bytes for each of the Psi parameters, 4 or 2, and m for its
-    master, 0 or 4, in chunks of C elements:
+def test_peak_memory_of_build_and_step(dtype: torch.dtype | None, how: str) -> None:
+    """Compare with the formulas for shared memory and Adam, for N ranks and chunks of C elements.
 
-    * while values are made: (w + m) Psi / N, and what one module makes, here 4 C;
-    * after build: (w + m) Psi / N, and the two buffers that whole gradients pass through, 2 w C;
-    * after a step, which makes Adam's state: gradient shards and two moments more, (w + 8) Psi / N. Scratch is at most
-      the gradient of all in fp32, as a tile has more elements, and Adam counts its steps for each piece.
+    With w bytes (4 or 2) for each of the Psi parameters, and m bytes (0 or 4) for its master:
+
+    * while values are made: (w + m) Psi / N, and the values of one module, here 4 C;
+    * after build: (w + m) Psi / N, and two buffers for unsharded gradients, 2 w C;
+    * after a step: (w + 8) Psi / N more, for gradient shards and Adam's two moments. Scratch is at most all gradient
+    shards in fp32, because one tile has more elements than all of them; Adam has a step count per shard.
     """
     depth = 8
     w, m = (4, 0) if dtype is None else (2, 4)
     for world_size in (2, 3):
-        aligned = 64 // w * world_size  # each shard begins at a multiple of 64 bytes
+        aligned = 64 // w * world_size  # each shard starts at a multiple of 64 bytes
         unit = -(-UNIT // aligned) * aligned
         share = depth * unit // world_size
         small = 8192 + 2 * depth * world_size * 4
@@ -152,7 +153,7 @@ def test_peak_while_building_what_is_trained(dtype: torch.dtype | None, how: str
             assert built <= found.built <= built + small, (found, built)
             trained = built + (w + 8) * share
             scratch = 4 * share + 2 * 4 * unit // world_size  # one call of the optimizer steps all of it
-            padding = 8 * depth * (unit - UNIT)  # has no moments
+            padding = 8 * depth * (unit - UNIT)  # padding has no moments
             assert trained - padding <= found.trained <= trained + scratch + small, (found, trained)
 
 
@@ -164,7 +165,7 @@ def different_seeds(plan: Plan) -> dict[str, Tensor]:
         return session.module.state_dict()
 
 
-def test_sync_init_takes_rank_zeros_values() -> None:
+def test_sync_init_broadcasts_rank_0() -> None:
     torch.manual_seed(0)
     check(run_ranks(2, different_seeds, PLANS["zero3"]), dict(TinyGpt().state_dict()), "sync_init", rtol=0.0)
     first, second = run_ranks(2, different_seeds, PLANS["ddp"].but(sync_init=False))
@@ -172,13 +173,13 @@ def test_sync_init_takes_rank_zeros_values() -> None:
 
 
 @on_ranks(2)
-def test_a_real_model_is_freed() -> None:
+def test_unsharded_parameters_are_freed() -> None:
     before = live_tensor_bytes()
     model = seeded(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])).requires_grad_(False)
     with sharded(model, None, PLANS["zero3_gloo"]):
         left = live_tensor_bytes() - before
         end = time.monotonic() + HANGS_S
-        # The transport's own thread lets go of the last messages a moment after they have arrived.
+        # The thread of the transport frees the last messages a moment after their arrival.
         while left > CUT_UP and time.monotonic() < end:
             time.sleep(0.01)
             left = live_tensor_bytes() - before

@@ -320,7 +320,7 @@ PICTURE = "a picture of packages and files"
 OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; the page says what they gave"
 BITSANDBYTES = "it needs bitsandbytes; tests/ranks/huggingface/test_qlora.py runs it where that is installed"
 LONG = "a program of several minutes; tests/ranks/huggingface/test_deepspeed_programs.py starts a small one"
-AN_ERROR = "what an error looks like; tests/unit/test_sets.py and test_pool.py ask for its parts"
+AN_ERROR = "what an error looks like; tests/unit/project/test_test_runner.py and test_pool.py ask for its parts"
 
 PAGES: dict[str, list[Block]] = {
     **GUIDE,
@@ -351,9 +351,19 @@ PAGES: dict[str, list[Block]] = {
             "shardwise checkpoint inspect runs/step-1000",
             how="shell",
             before=_converted,
-            # Of a run with an adapter, as tests/unit/test_formats_peft.py converts one.
+            # Of a run with an adapter, as tests/unit/checkpoint/test_formats_peft_colossalai_deepspeed.py converts one.
             left_out="shardwise checkpoint convert runs/step-1000 adapter --to peft",
         ),
+    ],
+    "docs/command-line.md": [
+        *shown("test_command_line_page.py runs it", "import os", "$ shardwise run"),
+        Block("$ shardwise estimate", how="shell"),
+        Block("$ shardwise trace", how="shell"),
+        Block("$ shardwise schedule", how="shell"),
+        Block("$ shardwise checkpoint inspect", how="shell", before=_converted),
+        *(Block(f"$ shardwise checkpoint {action}", how="shell") for action in ("verify", "convert", "diff")),
+        Block("$ shardwise port", how="shell", before=_written),
+        *shown("the report of one machine; test_command_line_page.py compares its sections", "$ shardwise env"),
     ],
     "docs/deepspeed.md": [
         Block("import shardwise.deepspeed as deepspeed", before=_configuration, after=_exists("checkpoints/latest")),
@@ -380,12 +390,12 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/native.md": [
         Block("import torch", before=hybrid_pages.language),
-        *shown("a table, whose form tests/unit/test_placement.py compares", "chunks"),
+        *shown("a table, whose form tests/unit/memory/test_ledger_and_placement.py compares", "chunks"),
         Block("session = shardwise.shard", before=hybrid_pages.staged),
         Block("from shardwise.session", before=hybrid_pages.planned, after=hybrid_pages.ended),
         Block("from shardwise.plan import TensorPlan"),
         Block('plan = Settings(stage=3, precision="bf16")', before=hybrid_pages.language, after=hybrid_pages.read),
-        *shown("a plan's file, which tests/unit/test_plan.py reads", "stage = 3"),
+        *shown("a plan's file, which tests/unit/plan/test_plan.py reads", "stage = 3"),
     ],
     "docs/hybrid-parallel.md": [
         Block("from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),

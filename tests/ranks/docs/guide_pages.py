@@ -69,7 +69,7 @@ def computed(names: Names) -> None:
 
 AN_ERROR = "what an error looks like; tests/ranks/memory/test_auto.py asks for its parts"
 CLUSTER = "it needs a cluster; test_choosing_page.py runs it, with stand-ins for what only a cluster has"
-MANIFEST = "it needs a cluster; tests/unit/test_site.py reads what can be read of it"
+MANIFEST = "it needs a cluster; tests/unit/project/test_site.py reads what can be read of it"
 FINETUNE = "test_examples.py runs the program, and compares the page with it"
 STARTS = "shardwise run --nproc 2 examples/finetune.py"
 EXCERPTS = ("sampler =", "model.activation", "session.backward", "@torch.no_grad()", "restored =", "state =")
@@ -145,7 +145,7 @@ GUIDE: dict[str, list[Block]] = {
     ],
     "docs/multi-node.md": [
         *shown(CLUSTER, "shardwise run --nproc 8", "torchrun --nnodes 2", "shardwise run --nnodes 2"),
-        *shown("tests/unit/test_site.py compares it", "ValueError: rank 0 on node-0"),
+        *shown("tests/unit/project/test_site.py compares it", "ValueError: rank 0 on node-0"),
         *shown("tests/ranks/mesh/test_mesh.py sets it", "export GLOO_SOCKET_IFNAME"),
         *shown(CLUSTER, "#!/bin/bash", "#!/bin/bash"),
         *shown(MANIFEST, "apiVersion: v1"),

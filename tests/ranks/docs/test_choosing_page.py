@@ -1,6 +1,6 @@
-"""The arithmetic of docs/choosing.md, held against what two ranks take.
+"""The memory table of docs/choosing.md against the memory of two ranks, and the commands of docs/multi-node.md.
 
-Commands of the page of clusters, run as they are printed: srun, scontrol and mpirun are stand-ins on one machine.
+The commands run as printed, with scripts in the place of srun, scontrol and mpirun, on one machine.
 """
 
 import json
@@ -32,14 +32,14 @@ CASES += [("bf16", 3, "host"), (None, 3, "host")]
 
 
 def made() -> nn.Module:
-    """The embedding and the head are nearly all of it."""
+    """Return a model whose parameters are nearly all in the embedding and the head."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS, bias=False))
 
 
 def held(precision: str | None, stage: int, where: str) -> tuple[int, int, int]:
-    """Bytes in the second step's backward pass: on the device, of those gathered or idle, on the host."""
+    """Return bytes in the backward pass of the second step: on the device, gathered or idle ones, and on the host."""
     model = made()
     optimizer = torch.optim.AdamW(model.parameters())
     session = shardwise.shard(model, optimizer, stage=stage, precision=precision, offload=where or None)
@@ -60,7 +60,7 @@ def _bytes(cell: str, numel: int) -> float:
 
 @on_ranks(RANKS)
 @pytest.mark.full
-def test_the_table_is_what_is_held() -> None:
+def test_memory_table_equals_measured_memory() -> None:
     rows = [line.strip("|").split("|") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `stage=")]
     table = {cells[0].strip(): cells[1:] for cells in rows if len(cells) == 4}
     numel = sum(param.numel() for param in made().parameters())
@@ -68,10 +68,10 @@ def test_the_table_is_what_is_held() -> None:
         precision, stage, where = case
         device, other, host = held(*case)
         mixed, single, beside = table[f'`stage={stage}, offload="host"`' if where else f"`stage={stage}`"]
-        element = 1 if precision else 2  # as many times 16 bits
+        element = 1 if precision else 2  # in units of 16 bits
         exchanged = int((re.findall(r"(\d+) bytes x the largest layer", beside) or [0])[0]) * element * LARGEST
         state = 0.0 if where else _bytes(mixed if precision else single, numel)
-        # Two small layers have buffers, too, and chunks pads.
+        # The two small layers have buffers, too, and chunks have padding.
         assert device - other == pytest.approx(state + exchanged, abs=0.04 * element * 2 * numel), case
         assert other <= (3 * 2 * element * LARGEST if stage == 3 else 0), case
         assert host == pytest.approx(_bytes(mixed, numel) if where else 0, rel=0.01, abs=1000), case
@@ -119,7 +119,7 @@ SMALLER = (("node-0", "127.0.0.1"), ("--nproc 8", "--nproc 2"), ("per-node 8", "
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """A folder with a program in it, and the environment in which commands find the stand-ins."""
+    """Create a folder with a program; return the environment in which commands use the scripts."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (tmp_path / "finetune.py").write_text(PROGRAM, "utf-8")
@@ -134,7 +134,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 def block(first: str, number: int = 0) -> str:
-    """A block of the page, for as many ranks as fit here and at a port of its own."""
+    """Return a block of the page, changed to two ranks on this machine and to a free port."""
     found = [fence.text for fence in fences("docs/multi-node.md") if fence.first.startswith(first)][number]
     for printed, instead in SMALLER:
         found = found.replace(printed, instead)
@@ -143,7 +143,7 @@ def block(first: str, number: int = 0) -> str:
 
 
 def run(texts: list[str], cluster: dict[str, str], folder: Path, **variables: str) -> list[dict[str, str]]:
-    """Run texts of a shell at the same time; what each rank's environment was, by rank."""
+    """Run shell commands at the same time; return the environment of each rank, by rank."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     pipes |= {"encoding": "utf-8", "errors": "replace", "cwd": folder, "env": cluster | variables}
     shells = [subprocess.Popen(["bash", "-e", "-c", text], **pipes) for text in texts]
@@ -162,7 +162,7 @@ def run(texts: list[str], cluster: dict[str, str], folder: Path, **variables: st
 
 
 @pytest.mark.full
-def test_one_node_and_several(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_torchrun_and_shardwise_run(cluster: dict[str, str], tmp_path: Path) -> None:
     one = block("shardwise run --nproc").replace("per-node 1", "per-node 2").splitlines()
     assert len(one) == 2
     for line in one:

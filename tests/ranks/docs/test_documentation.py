@@ -1,4 +1,4 @@
-"""Every block of README.md and of docs/**/*.md runs as it is printed, or is listed with the reason why it does not."""
+"""Every code block of README.md and docs/**/*.md runs as printed, or is listed with the reason why it does not."""
 
 import ast
 import contextlib
@@ -19,7 +19,7 @@ from documentation_setup import PAGES
 from page_blocks import ROOT, Block, Fence, fences
 
 from shardwise.cli import main
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from shardwise.testing import run_ranks
 from tests.support.lightning_setup import _environment
 from tests.support.sets import full
@@ -27,7 +27,7 @@ from tests.support.sets import full
 RANKS = 2
 EVERY_PAGE = sorted(["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))])
 QUICK = "docs/quickstart.md"
-"""Of the pages whose blocks start ranks; tests/ranks/docs/test_examples.py runs the program of README.md."""
+"""The page that the quick set runs; tests/ranks/docs/test_examples.py runs the program of README.md."""
 
 
 def _has(how: str) -> list[str]:
@@ -35,7 +35,7 @@ def _has(how: str) -> list[str]:
 
 
 def _rows(pages: list[str], quick: str) -> list[Any]:
-    """By page, the other ones in the full set."""
+    """Return the pages as test rows; all but ``quick`` are in the full set."""
     assert quick in pages
     return [row for page in pages for row in ([page] if page == quick else full(page))]
 
@@ -45,7 +45,7 @@ Names = dict[str, Any]
 
 
 def matched(page: str) -> list[tuple[Fence, Block]]:
-    """The blocks of a page beside what is said of them."""
+    """Return the blocks of a page with their entries in PAGES."""
     printed, listed = fences(page), list(PAGES.get(page, []))
     pairs: list[tuple[Fence, Block]] = []
     for fence in printed:
@@ -63,7 +63,7 @@ def matched(page: str) -> list[tuple[Fence, Block]]:
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE)
-def test_every_block_is_run_or_has_a_reason(page: str) -> None:
+def test_every_block_runs_or_has_a_reason(page: str) -> None:
     for fence, block in matched(page):
         assert block.how in ("run", "main", "shell", "options", "make", "shown"), block
         assert bool(block.why) == (block.how in ("shown", "options")), f"{page}:{fence.line}: {block}"
@@ -73,12 +73,12 @@ def test_every_block_is_run_or_has_a_reason(page: str) -> None:
 
 
 def _place(fence: Fence, text: str) -> Any:
-    """Compiled so that a traceback has the page's own lines."""
+    """Compile so that a traceback has the line numbers of the page."""
     return compile("\n" * fence.line + text, fence.page, "exec", dont_inherit=True)
 
 
 def run_page(page: str) -> list[str]:
-    """The Python of a page, block after block, in one set of names. Called inside a rank, in an empty folder."""
+    """Run the Python blocks of a page with one set of names, inside a rank, in an empty folder."""
     names: Names = {"__name__": "documentation", "environment": lambda: _environment(LIGHTNING)()}
     done = []
     with contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def run_page(page: str) -> list[str]:
 
 
 def _close(what: Any) -> None:
-    """Of what a page leaves open, that which would be in the way of the next test."""
+    """Close what a page leaves open and would disturb the next test."""
     strategy = getattr(what, "strategy", None)
     for owner, name in ((strategy, "unshard"), (getattr(what, "accelerator", None), "close"), (what, "close")):
         close: Callable[[], None] | None = getattr(owner, name, None)
@@ -129,9 +129,9 @@ def test_python_runs_as_it_is_printed(page: str, tmp_path: Path, monkeypatch: py
 def test_modules_run_as_they_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each is a module of its own, which ranks import; what stands under ``__main__`` is run here.
+    """Ranks import each block as a module; the part under ``__main__`` runs here.
 
-    Comments after a ``print`` say what it prints, up to the words after the first comma.
+    A comment after a ``print`` is its output, up to the words after the first comma.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -149,7 +149,7 @@ def test_modules_run_as_they_are_printed(
             monkeypatch.setitem(sys.modules, name, module)
             exec(_place(fence, fence.text), module.__dict__)
             for node in ast.parse(fence.text).body:
-                if isinstance(node, ast.If):  # under __main__
+                if isinstance(node, ast.If):  # if __name__ == "__main__"
                     exec(_place(fence, "\n".join(ast.unparse(each) for each in node.body)), module.__dict__)
             block.after(module.__dict__)
             out = capsys.readouterr().out
@@ -160,7 +160,7 @@ def test_modules_run_as_they_are_printed(
 
 
 def _commands(text: str) -> list[str]:
-    """Lines without comments, prompts and what is printed after one with a prompt."""
+    """Return the lines without comments and prompts, and without the output after a prompt."""
     prompted = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
     return [line for line in prompted or text.splitlines() if line.strip() and not line.startswith("#")]
 
@@ -193,7 +193,7 @@ def _prepare(page: str, first: str) -> None:
     next(block for block in PAGES[page] if block.first == first).before({})
 
 
-def test_options_and_targets_are_those_that_there_are(tmp_path: Path) -> None:
+def test_make_targets_and_options_exist(tmp_path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     targets = re.findall(r"^(\w+):", makefile, re.MULTILINE)
     variables = set(re.findall(r"^(\w+) \?=", makefile, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The program that README.md shows, and the examples that no test of their subject runs, each as it is printed."""
+"""The programs of README.md and of some pages, and the examples that have no other test, each as printed."""
 
 import contextlib
 import io
@@ -31,12 +31,12 @@ RANKS = 2
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the examples write goes there: ranks work where their caller does."""
+    """Run in a temporary folder, because examples write files to the working directory."""
     monkeypatch.chdir(tmp_path)
 
 
 def printed(name: str) -> tuple[str, dict[str, Any]]:
-    """Run an example; what it printed, and its variables. A warning is an error: users would see it."""
+    """Run an example; return its output and its variables. Warnings are errors, because users would see them."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), warnings.catch_warnings(action="error"):
         names = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -44,7 +44,7 @@ def printed(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _side(sign: str, page: str = "README.md") -> str:
-    """One side of the difference that a page shows: its lines without a sign, and those with ``sign``."""
+    """Return one side of the diff that a page shows: lines without a sign, and those with ``sign``."""
     (lines,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return "\n".join(line[1:] for line in lines.splitlines() if line[:1] in ("", " ", sign))
 
@@ -63,7 +63,7 @@ def _readme(sign: str) -> dict[str, torch.Tensor]:
     return torch.load("weights.pt")
 
 
-def test_the_program_of_the_readme_trains_as_the_plain_one() -> None:
+def test_readme_program_equals_plain_torch() -> None:
     (plain,), (sharded,) = run_ranks(1, _readme, "-"), run_ranks(1, _readme, "+")
     assert_close(sharded, plain, rtol=1e-5, what="parameters")
     first, second = run_ranks(RANKS, _readme, "+")
@@ -72,21 +72,21 @@ def test_the_program_of_the_readme_trains_as_the_plain_one() -> None:
 
 
 @on_ranks(RANKS)
-def test_the_ddp_program_trains_as_before() -> None:
+def test_ported_ddp_program_equals_ddp() -> None:
     found = []
     for sign in "-+":
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(dist.get_rank())
         batches = [(torch.randn(4, 8, generator=generator), torch.ones(4, 8)) for _ in range(3)]
         names: dict[str, Any] = {"model": torch.nn.Linear(8, 8), "loader": batches, "criterion": mse_loss}
-        exec(_side(sign, "docs/from-torch.md").replace("dist.init_process_group()", ""), names)  # ranks have one
+        exec(_side(sign, "docs/from-torch.md").replace("dist.init_process_group()", ""), names)  # done by the ranks
         dist.barrier()
         found.append(dict(names["session"].module.state_dict() if sign == "+" else torch.load("weights.pt")))
     assert_close(found[1], found[0], rtol=1e-5, what="parameters")
 
 
 def _quickstart(epochs: int) -> list[str]:
-    """The page's blocks as one program; the epochs that this rank printed."""
+    """Run the blocks of the page as one program; return the epochs that this rank printed."""
     program = "\n".join(fence.text for fence in fences("docs/quickstart.md") if fence.language == "python")
     assert "else 0, 3):" in program
     names: dict[str, Any] = {}
@@ -97,19 +97,19 @@ def _quickstart(epochs: int) -> list[str]:
 
 
 @pytest.mark.full
-def test_the_quickstart_resumes_when_it_is_started_again() -> None:
+def test_quickstart_resumes_after_a_restart() -> None:
     assert run_ranks(RANKS, _quickstart, 3) == [["0", "1", "2"], []]
     assert run_ranks(RANKS, _quickstart, 5) == [["3", "4"], []]
 
 
 @on_ranks(1)
 @pytest.mark.full
-def test_the_cells_of_notebook_run_in_their_order(tmp_path: Path) -> None:
+def test_notebook_cells_run_in_order(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))["cells"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), {})
     records = [json.loads(line) for line in (tmp_path / "notebook.jsonl").read_text("utf-8").splitlines()]
-    last = float(out.getvalue().splitlines()[-1])  # of the model after unshard()
+    last = float(out.getvalue().splitlines()[-1])  # the loss of the model after unshard()
     assert len(records) == 50 and last < records[-1]["loss"] < records[0]["loss"] / 2
 
 
@@ -121,7 +121,7 @@ def _losses(text: str) -> list[float]:
 @pytest.mark.parametrize(
     ("package", "name", "epochs"), [("lightning", "fabric_strategies.py", 5), ("ray", "ray_train.py", 20)]
 )
-def test_libraries_start_their_ranks(package: str, name: str, epochs: int, tmp_path: Path) -> None:
+def test_examples_whose_library_starts_the_ranks(package: str, name: str, epochs: int, tmp_path: Path) -> None:
     pytest.importorskip(package)
     program = [sys.executable, str(EXAMPLES / name)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -153,10 +153,10 @@ def test_every_example_is_run_by_a_test() -> None:
 
 
 @on_ranks(RANKS)
-def test_booster_gpt_learns_and_saves_what_it_learnt(tmp_path: Path) -> None:
+def test_booster_gpt_learns_and_saves_the_model(tmp_path: Path) -> None:
     text, names = printed("booster_gpt.py")
     losses, state = _losses(text), names["model"].state_dict()
-    # Rank 0 speaks for all.
+    # Only rank 0 prints.
     assert losses == [] if dist.get_rank() else len(losses) == 10 and losses[-1] < 1.5 < 2.4 < losses[0]
     dist.barrier()
     (saved,) = tmp_path.iterdir()
@@ -170,7 +170,7 @@ def _offload() -> tuple[str, dict[str, dict[str, int]], int]:
 
 
 def _plain_offload() -> tuple[float, int]:
-    """The loss of the last of the ten steps without any offload, and the bytes that this takes."""
+    """Return the last loss of ten steps without offload, and the bytes that they need."""
     torch.manual_seed(0)
     model = ByteGPT(ModelSize(width=256, depth=8, heads=4, context=64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -184,19 +184,19 @@ def _plain_offload() -> tuple[float, int]:
 
 
 @pytest.mark.full
-def test_offload_trains_as_without_on_a_third_of_the_memory() -> None:
+def test_offload_example_trains_within_its_device_memory() -> None:
     (shown, tiers, capacity), (silent, *_) = run_ranks(RANKS, _offload)
-    ((loss, unsharded_bytes),) = run_ranks(1, _plain_offload)  # a rank has imported what an optimizer brings
-    assert float(shown.split()[1]) == pytest.approx(loss, abs=1e-3) and loss < 4.0  # printed to three places
+    ((loss, unsharded_bytes),) = run_ranks(1, _plain_offload)  # a rank has imported the optimizers already
+    assert float(shown.split()[1]) == pytest.approx(loss, abs=1e-3) and loss < 4.0  # three decimals are printed
     assert silent == ""
-    assert capacity == 32 * 2**20 and round(unsharded_bytes / 2**20) == 97  # as its comment says
+    assert capacity == 32 * 2**20 and round(unsharded_bytes / 2**20) == 97  # the comment of the example says 97 MiB
     assert 0 < sum(tiers["device"].values()) <= capacity
     assert sum(tiers["host"].values()) > 0.45 * unsharded_bytes and f"of {capacity >> 20}" in shown
 
 
 @on_ranks(1)
 @pytest.mark.full
-def test_trace_memory_draws_and_checkpointing_lowers_the_peak(tmp_path: Path) -> None:
+def test_trace_memory_draws_and_shows_a_lower_peak_with_checkpointing(tmp_path: Path) -> None:
     text, _ = printed("trace_memory.py")
     found = re.search(r"^peak (\S+) MiB, with checkpointing (\S+) MiB$", text, re.MULTILINE)
     assert found is not None, text
@@ -229,7 +229,7 @@ def test_finetune_trains_adapters(tmp_path: Path) -> None:
     assert (tmp_path / "tuned" / "adapter_model.safetensors").is_file()
 
 
-def test_the_page_on_fine_tuning_shows_the_program() -> None:
+def test_finetune_page_shows_the_program() -> None:
     page = (ROOT / "docs" / "finetune.md").read_text("utf-8")
     program = {line.strip() for line in (EXAMPLES / "finetune.py").read_text("utf-8").splitlines()}
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

@@ -1,5 +1,4 @@
-"""What CONTRIBUTING.md tells others to do works from outside: a format, a backend, a plugin, a tier and an architecture
-of their own."""
+"""The recipes of CONTRIBUTING.md, written outside the package: formats, backends, plugins, tiers and architectures."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.booster import Booster
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats import (
     detect_format,
     known_formats,
@@ -19,7 +19,6 @@ from shardwise.core.checkpoint.formats import (
     register_format,
     write_checkpoint,
 )
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import register_backend
 from shardwise.core.memory.disk import DiskError, register_medium
@@ -43,7 +42,7 @@ STEPS = 3
 
 
 def square(model: Any, rank: int, step: int) -> Tensor:
-    """The loss, in fp32."""
+    """Return the loss in fp32."""
     return model(data(rank, step).float()).float().square().mean()
 
 
@@ -52,7 +51,7 @@ def made(seed: int = 0) -> nn.Module:
 
 
 def plainly() -> dict[str, Tensor]:
-    """The mean over the batches of two ranks, in one process."""
+    """Train one process on the mean over the batches of two ranks."""
     model = made()
     return plain_steps(model, adam(model, 0.01), STEPS, square)
 
@@ -72,7 +71,7 @@ def npz_of(model: nn.Module, path: Path) -> Path:
 
 
 @on_ranks(2)
-def test_a_format_of_others_is_loaded_into_a_sharded_model(tmp_path: Path) -> None:
+def test_registered_format_loads_into_a_sharded_model(tmp_path: Path) -> None:
     put_back = register_format(FORMAT)
     try:
         path = npz_of(made(), tmp_path / f"weights{dist.get_rank()}.npz")
@@ -84,7 +83,7 @@ def test_a_format_of_others_is_loaded_into_a_sharded_model(tmp_path: Path) -> No
         put_back()
 
 
-def test_a_format_is_known_until_it_is_taken_back(tmp_path: Path) -> None:
+def test_format_is_known_until_it_is_unregistered(tmp_path: Path) -> None:
     path = npz_of(made(), tmp_path / "weights.npz")
     (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:50])
     put_back = register_format(FORMAT)
@@ -115,7 +114,7 @@ def test_a_format_is_known_until_it_is_taken_back(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [*full(1, 2), 3])
-def test_a_backend_of_others_trains_as_plain(stage: int) -> None:
+def test_registered_backend_equals_plain_torch(stage: int) -> None:
     plan = zero(stage)  # type: ignore[arg-type]
     put_back = register_backend("cpu", make_group)
     try:
@@ -137,7 +136,7 @@ def test_a_backend_of_others_trains_as_plain(stage: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("shard_parameters", [True, *full(False)])
-def test_a_plugin_of_others_trains(shard_parameters: bool) -> None:
+def test_own_plugin_trains(shard_parameters: bool) -> None:
     net, booster = made(), Booster(plugin=HalfPlugin(shard_parameters))
     model: Any
     optimizer: Any
@@ -155,7 +154,7 @@ def test_a_plugin_of_others_trains(shard_parameters: bool) -> None:
 
 
 def elsewhere(medium: str, update: str = "step") -> Plan:
-    """ZeRO-3 whose shards, masters and state are at home in a medium."""
+    """Return a ZeRO-3 plan that keeps shards, masters and state on a medium."""
     disk = DiskPlan(directory="nowhere", block_bytes=4096, medium=medium)
     tiers = replace(on_device(), param_disk_fraction=1.0, state_disk_fraction=1.0, disk=disk)
     return zero(3).but(tiers=tiers, update=update)
@@ -163,7 +162,7 @@ def elsewhere(medium: str, update: str = "step") -> Plan:
 
 @on_ranks(2)
 @pytest.mark.parametrize("update", ["step", *full("backward")])
-def test_a_tier_of_others_trains_as_plain_and_goes_on_from_a_checkpoint(update: str, tmp_path: Path) -> None:
+def test_registered_medium_trains_and_resumes_from_a_checkpoint(update: str, tmp_path: Path) -> None:
     model, other = made(), made(1)
     take_back = register_medium("zlib", open_compressed)
     try:
@@ -186,7 +185,7 @@ def test_a_tier_of_others_trains_as_plain_and_goes_on_from_a_checkpoint(update: 
 
 
 @on_ranks(2)
-def test_a_tier_that_one_rank_does_not_know_is_an_error_on_all() -> None:
+def test_medium_that_one_rank_does_not_know_raises_on_all() -> None:
     model, own = made(), dist.get_rank() == 0
     take_back = register_medium("zlib", open_compressed) if not own else lambda: None
     unknown = r"medium='zlib': give one of \['file'\]"
@@ -202,8 +201,8 @@ def test_a_tier_that_one_rank_does_not_know_is_an_error_on_all() -> None:
 
 @on_ranks()
 @pytest.mark.parametrize("ranks", [2, *full(4)])
-def test_an_architecture_of_others_is_cut(ranks: int) -> None:
-    """Logits and every gradient are those of the whole model."""
+def test_registered_architecture_is_sharded(ranks: int) -> None:
+    """Logits and all gradients equal those of the unsharded model."""
     ids = torch.randint(0, 29, (2, 5), generator=torch.Generator().manual_seed(0))
     found = []
     with Scope("shared") as group:

@@ -1,6 +1,6 @@
-"""How many kernels ``step()`` launches for 32 layers, counted as calls of torch's operators that are no views.
+"""torch.compile of blocks and of the full model equals the uncompiled model; kernel launches of ``step()``.
 
-torch.compile of blocks and of the whole model gives the numbers of the uncompiled one.
+Kernels are counted as calls of torch operators that are not views.
 """
 
 from typing import Any
@@ -54,8 +54,8 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks()
-def test_a_step_launches_fewer_kernels_than_there_are_layers(stage: Any, max_norm: float, ranks: int) -> None:
-    """The last of three steps, in tiles of a GPU's size."""
+def test_step_launches_fewer_kernels_than_layers(stage: Any, max_norm: float, ranks: int) -> None:
+    """Count the third step, with tiles of a GPU's size."""
     plan = zero(stage, torch.bfloat16).but(max_norm=max_norm, shared_memory=False)
     model = nn.Sequential(*[Layer() for _ in range(LAYERS)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -91,14 +91,14 @@ def train(plan: Plan, mesh: Mesh, way: str, backend: str, depth: int) -> dict[st
     return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
-# Compiling takes nearly all of the time. Two blocks share compiled code; as a whole two are only twice the code of one,
-# and the two readers below are compiled as a whole too.
+# Nearly all time is compilation. Blocks share compiled code, so two blocks test more than one. In a compiled full model
+# a second block is only twice the code, and test_compiled_region_... below compiles a full model of two blocks.
 @pytest.mark.parametrize(
     ("name", "backend", "ways", "depth"),
     [
         *full(("zero2", "eager", ["whole"], 1), ("zero3", "aot_eager", ["whole"], 1)),
         ("zero3_gloo", "aot_eager", ["blocks"], 2),
-        *full(("zero3_tensor", "eager", ["blocks"], 2)),  # no block has a unit of its own
+        *full(("zero3_tensor", "eager", ["blocks"], 2)),  # no block is a unit
         *campaign(
             ("zero2", "eager", ["whole"], 2),
             ("zero3", "eager", ["whole", "whole user module"], 2),
@@ -118,7 +118,7 @@ def test_compiled_equals_uncompiled(name: str, backend: str, ways: list[str], de
 
 @pytest.mark.parametrize("in_place", [True, False])
 @on_ranks(2)
-def test_cuda_graphs_need_parameters_that_stay(in_place: bool) -> None:
+def test_cuda_graphs_are_refused_with_resharded_parameters(in_place: bool) -> None:
     model = seeded(lambda: TinyGpt(depth=2))
     if in_place:
         model.blocks[1].compile(mode="reduce-overhead")
@@ -135,7 +135,7 @@ def test_cuda_graphs_need_parameters_that_stay(in_place: bool) -> None:
 
 
 class Reader(nn.Module):
-    """Calls one child, and reads a matrix, a vector of one element and a scalar of two others."""
+    """Calls one child, and reads a weight, a one-element vector and a scalar of two other children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,8 +185,8 @@ REGIONS = {
 
 @pytest.mark.parametrize("names", [["some kept"], *full(["blocks are units", "tensors are units", "renewed late"])])
 @on_ranks(2, timeout=200.0)
-def test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call(names: list[str]) -> None:
-    """At ZeRO-3 they are gathered, also where some are by luck; renewed late at ZeRO-2, they are not last step's."""
+def test_compiled_region_reads_parameters_of_uncalled_modules(names: list[str]) -> None:
+    """ZeRO-3 gathers them in each case; ZeRO-2 with ``gather_on_use`` does not leave the values of the last step."""
     with one_mesh(PLANS["zero3"]) as mesh:
         expected = read_without_call(PLANS["zero3"], mesh, "none")
         for name in names:
@@ -199,7 +199,7 @@ def test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call(nam
 
 @on_ranks(2, timeout=200.0)
 def test_blocks_of_one_class_share_their_graph() -> None:
-    """Torch compiles a function eight times; from the ninth block on a model would run uncompiled."""
+    """torch compiles a function eight times: without sharing, the ninth block would run uncompiled."""
     with one_mesh(PLANS["zero3"]) as mesh:
         for way in ("plain", "before", "after"):
             torch._dynamo.reset()

@@ -1,7 +1,4 @@
-"""Training on hosts with several ranks each, as in plain PyTorch.
-
-A rank that fails alone: all drop the same, and train on.
-"""
+"""Training on hosts with several ranks each equals plain PyTorch; recovery from an error; secondary shards per host."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +9,7 @@ from torch import Tensor, nn
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, check, data, one_mesh, run_plain, run_sharded
-from tests.support.meetings_setup import fails_and_goes_on
+from tests.support.exchange_setup import fails_and_goes_on
 from tests.support.on_ranks import on_ranks
 from tests.support.scope import PER_HOST, hosts_of
 from tests.support.sets import campaign, full
@@ -36,7 +33,7 @@ def on_hosts(per_host: int, *args: Any) -> Any:
 
 @pytest.mark.parametrize("size", [4, *campaign(3)])
 @pytest.mark.parametrize("name", ["zero1", "zero3_straddling", *full("ddp", "zero2", "zero3", "half", "zero3_tensor")])
-def test_training_is_that_of_plain_torch(name: str, size: int) -> None:
+def test_training_on_several_hosts_equals_plain_torch(name: str, size: int) -> None:
     found = run_ranks(size, on_hosts, PER_HOST, layers, several, PLANS[name], 3)
     check(found, run_plain(layers, several, size, 3), f"{name} of {size} ranks")
 
@@ -46,7 +43,7 @@ def failing() -> list[str]:
         return fails_and_goes_on(zero(3).but(same_order=False))
 
 
-def test_a_rank_that_fails_goes_on() -> None:
+def test_training_continues_after_an_error_on_one_rank() -> None:
     ends = run_ranks(4, failing)
     assert all(each[-1] == "made 2" for each in ends) and "ArithmeticError" in ends[1]
 
@@ -55,7 +52,7 @@ def test_a_rank_that_fails_goes_on() -> None:
     ("per_host", "group"), [(2, "SharedGroup('secondary', rank"), *full((4, "None"), (1, "None"), (3, "None"))]
 )
 @on_ranks(4)
-def test_secondary_shards_are_placed_inside_a_host_by_themselves(per_host: int, group: str) -> None:
+def test_secondary_host_puts_the_group_inside_a_host(per_host: int, group: str) -> None:
     plan = zero(3).but(secondary="host")
     with hosts_of(per_host), one_mesh(plan) as mesh:
         told = repr(mesh.secondary)

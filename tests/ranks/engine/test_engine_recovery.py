@@ -1,6 +1,6 @@
-"""After a pass that failed or was odd, the next pass and step give what plain PyTorch gives.
+"""Recovery: steps after a failed or unusual pass equal plain PyTorch, and a failed build changes nothing.
 
-A build that fails leaves the model and its optimizers as they were, on every rank, and another one can follow.
+A failed build leaves model and optimizers as they were on every rank, and another build can follow.
 """
 
 import functools
@@ -34,7 +34,7 @@ Grads = dict[str, Tensor]
 
 
 class Layer(nn.Linear):
-    """Raises ``error`` in its forward, while its own parameters are in use."""
+    """Raise ``error`` in forward, while the layer's parameters are gathered."""
 
     error: BaseException | None = None
 
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 
 class Force(nn.Module):
-    """Energy, and its slope by the input, taken with autograd.grad inside the forward pass."""
+    """Return the energy and its gradient by the input, from autograd.grad inside forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ def one_pass(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, b
 
 
 def ready(session: Session) -> None:
-    """Nothing of a forward pass is left behind."""
+    """Check that a forward pass left no pins and no hooks."""
     assert not any(session.engine.pool._pins.values())
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def plain_gradients(build_model: Callable[[], nn.Module], loss: Callable[..., Tensor], step: int = 0) -> Grads:
-    """The mean over two ranks, without the parameters that have none."""
+    """Return the mean gradients over two ranks, by name."""
     model = seeded(build_model)
     for rank in range(2):
         (loss(model, rank, step) / 2).backward()
@@ -122,11 +122,11 @@ def test_exception_in_forward(name: str, error: type[BaseException], grad: bool)
     check(results, run_plain(Net, one_pass, 2, STEPS), name)
 
 
-# ---- passes that are no part of the step
+# ---- passes that do not belong to the step
 
 
 def passes_aside(plan: Plan, before_build: bool) -> dict[str, Tensor]:
-    """A pass before the build; or generation, where over gloo a gather that one rank makes alone would hang."""
+    """Run a pass before the build, or generate inside gathered(), because a gather of one rank would hang over gloo."""
     model = seeded(Net)
     if before_build:
         square(model, 0, 9).backward()
@@ -147,7 +147,7 @@ def passes_aside(plan: Plan, before_build: bool) -> dict[str, Tensor]:
         *full(("zero3", True), ("zero3_gloo", True), ("zero2", False), ("zero3", False)),
     ],
 )
-def test_other_passes_are_no_part_of_the_step(name: str, before_build: bool) -> None:
+def test_other_passes_do_not_change_the_step(name: str, before_build: bool) -> None:
     check(run_ranks(2, passes_aside, PLANS[name], before_build), run_plain(Net, one_pass, 2, STEPS), name)
 
 
@@ -159,7 +159,7 @@ def test_other_passes_are_no_part_of_the_step(name: str, before_build: bool) -> 
 def test_create_graph_in_backward(name: str) -> None:
     model = seeded(Net)
     with sharded(model, adam(model), PLANS[name]) as session, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Using backward")  # on reference cycles through .grad
+        warnings.filterwarnings("ignore", message="Using backward")  # about cycles through .grad
         for step in range(STEPS):
             square(session.module, session.mesh.rank, step).backward(create_graph=True)
             held = [t for state in session.engine.grads.reducer.states for t in (state.bucket, state.reduced)]
@@ -178,8 +178,7 @@ def test_create_graph_in_backward(name: str) -> None:
 )
 @on_ranks(2)
 def test_autograd_grad(name: str, direct: bool) -> None:
-    """A slope that is thrown away, and one taken inside the forward pass; under ``average="mean"``, so that
-    autograd.grad counted as a pass would show."""
+    """autograd.grad of an input, unused or inside forward, is not counted as a pass of ``average="mean"``."""
     plan = PLANS[name].but(average="mean")
     model, force = seeded(Net), seeded(Force)
     with sharded(model, sgd(model), plan) as session, sharded(force, sgd(force), plan) as second:
@@ -233,7 +232,7 @@ class AsItWas:
         return found
 
     def _all(self) -> list[Any]:
-        """By identity, what is no value."""
+        """Return hooks, attributes, groups and identities of tensors."""
         model, optimizer = self.model, self.optimizer
         hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
         hooks += [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]  # type: ignore[attr-defined]
@@ -244,7 +243,7 @@ class AsItWas:
         return [hooks, attributes, groups, memory, own, sorted(map(id, optimizer.state))]
 
     def check_optimizer(self) -> None:
-        """What only the optimizer has: its methods, the parameters that it was given, and their state."""
+        """Check the optimizer only: methods, parameters and their state."""
         groups, (own, state) = self._all()[2], self._all()[4:]
         assert [groups, own, state] == [self.before[2], *self.before[4:]]
         now = self._tensors()
@@ -252,7 +251,7 @@ class AsItWas:
             assert torch.equal(now[name], self.kept[name]), name
 
     def check(self) -> None:
-        """All of it."""
+        """Check everything."""
         assert self._all() == self.before
         now = self._tensors()
         assert now.keys() == self.kept.keys()
@@ -261,7 +260,7 @@ class AsItWas:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
-    """The masters after some steps."""
+    """Return the masters after some steps."""
     batches = make_batches(MODELS[CASE], mesh.size, BUILDS_STEPS, 1)
     loss = lambda module, rank, step: MODELS[CASE].loss(module, batches[step][0][rank])  # noqa: E731
     state = train_sharded(model, optimizer, plan, BUILDS_STEPS, loss, mesh)
@@ -276,7 +275,7 @@ def plain(dtype: torch.dtype | None, ranks: int) -> dict[str, Tensor]:
 
 
 def too_small(name: str, dtype: torch.dtype | None, short: list[int]) -> tuple[list[str], dict[str, Tensor]]:
-    """Messages of builds for which the device has too little memory on the ranks ``short``; then one with enough."""
+    """Build with too little memory on the ranks ``short``, then with enough; return errors and the trained state."""
     plan, messages = BUILDS_PLANS[name](dtype), []
     with one_mesh(plan) as mesh:
         model = MODELS[CASE].factory()
@@ -300,14 +299,14 @@ def too_small(name: str, dtype: torch.dtype | None, short: list[int]) -> tuple[l
         *full(("zero3 over gloo", None), ("zero2", torch.bfloat16), ("ddp", None), ("early", torch.bfloat16)),
     ],
 )
-def test_too_little_memory_is_found_before_a_value_moves(name: str, dtype: torch.dtype | None) -> None:
+def test_too_little_memory_raises_before_values_move(name: str, dtype: torch.dtype | None) -> None:
     for messages, state in run_ranks(2, too_small, name, dtype, [0, 1]):
         assert all("the model and its optimizers: cpu holds" in message for message in messages)
         assert_close(state, plain(dtype, 2), 1e-5, name)
 
 
 @pytest.mark.parametrize("name", ["zero1", *full("zero3")])
-def test_too_little_on_one_rank_is_an_error_on_all(name: str) -> None:
+def test_too_little_memory_on_one_rank_raises_on_all(name: str) -> None:
     (first, state), (second, other) = run_ranks(2, too_small, name, torch.bfloat16, [1])
     for one, two in zip(first, second, strict=True):
         assert "sharding the model failed" in one and "rank 1: DeviceMemoryError: the model and its optimizers" in one
@@ -317,7 +316,7 @@ def test_too_little_on_one_rank_is_an_error_on_all(name: str) -> None:
 
 
 class Broken(torch.optim.SGD):
-    """An optimizer of the user's own, whose step fails."""
+    """An optimizer of a user whose step fails."""
 
     element_wise = True
 
@@ -326,7 +325,7 @@ class Broken(torch.optim.SGD):
 
 
 def stepped(model: nn.Module, wrong: bool = False) -> torch.optim.Optimizer:
-    """With state from before; ``wrong``: of one parameter in a shape that nobody can divide."""
+    """Return an optimizer with state; with ``wrong``, one state has a shape that cannot be sharded."""
     optimizer = builds_adam(model)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -348,12 +347,12 @@ WRONG: dict[str, Case] = {
     ("name", "on"),
     [
         ("state of another shape", [1]),
-        ("a step that fails", [0, 1]),  # other classes of optimizers are compared before
+        ("a step that fails", [0, 1]),  # on both: different classes of optimizers fail an earlier check
         *full(("too little memory, with state", [1])),
     ],
 )
 @on_ranks(2)
-def test_what_is_wrong_with_an_optimizer_is_found_before_a_value_moves(name: str, on: list[int]) -> None:
+def test_invalid_optimizer_raises_before_values_move(name: str, on: list[int]) -> None:
     make, kind, words = WRONG[name]
     plan = zero(3, torch.bfloat16)
     with one_mesh(plan) as mesh:
@@ -368,7 +367,7 @@ def test_what_is_wrong_with_an_optimizer_is_found_before_a_value_moves(name: str
 
 
 def disturbed(directory: str, how: str) -> None:
-    """A build that ends while values are moved."""
+    """Build, and fail while values are moved."""
     plan = with_tiers(zero(3, torch.bfloat16), "all_disk", directory)
     fault = Fault()
     with one_mesh(plan) as mesh, fault.installed():
@@ -396,6 +395,6 @@ def disturbed(directory: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["values", *full("interrupt", "state")])
-def test_what_comes_while_values_are_moved_says_so_and_gives_the_optimizer_back(tmp_path: Path, how: str) -> None:
+def test_failure_while_values_move_restores_the_optimizer(tmp_path: Path, how: str) -> None:
     run_ranks(2, disturbed, str(tmp_path), how)
     assert not list(tmp_path.iterdir())

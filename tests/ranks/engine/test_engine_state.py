@@ -1,8 +1,6 @@
-"""Full states: equal to plain torch's, into plain torch and back at other stages and world sizes; what is refused.
+"""Full state dicts of model and optimizer: equal to plain torch's, loaded at other stages and world sizes.
 
-``register_load_state_dict_post_hook`` of the user's modules: called by every load as plain torch calls it.
-
-Models whose hooks change their ``state_dict()``: states and loads as in plain torch, or an error that names it.
+Hooks of state_dict and load_state_dict, and overridden methods, work as in plain torch, or an error names the value.
 """
 
 import copy
@@ -23,7 +21,7 @@ from tests.support.engine_setup import PLANS, check, seeded, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
-ROWS = 12  # divides by 1, 2, 3 and 4 ranks
+ROWS = 12  # a multiple of 1, 2, 3 and 4 ranks
 State = dict[str, Any]
 
 
@@ -70,7 +68,7 @@ def batch(step: int) -> Tensor:
 
 
 def plain_states(kind: str, first: int, last: int, state: tuple[State, State] | None = None) -> tuple[State, State]:
-    """Model and optimizer state after plain steps ``first .. last - 1``."""
+    """Return model and optimizer state after the plain steps ``first .. last - 1``."""
     model = seeded(Net, seed=first)
     if state is None:
         model = seeded(Net)
@@ -88,7 +86,7 @@ def plain_states(kind: str, first: int, last: int, state: tuple[State, State] | 
 def sharded_steps(
     plan: Plan, kind: str, first: int, last: int, state: tuple[State, State] | None
 ) -> tuple[State, State]:
-    model = seeded(Net, seed=17 * first)  # other weights than the state's, where there is one
+    model = seeded(Net, seed=17 * first)  # differs from the weights of the state
     with sharded(model, OPTIMIZERS[kind](model), plan) as session:
         if state is not None:
             found = session.module.load_state_dict(state[0])
@@ -106,13 +104,13 @@ def one_step(session: shardwise.Session, step: int) -> None:
 
 
 def flat(state: State) -> dict[str, Tensor]:
-    """Optimizer state by a name each, numbers as tensors."""
+    """Return optimizer state with one name per entry, and numbers as tensors."""
     entries = {f"{i}.{k}": torch.as_tensor(v) for i, entry in state["state"].items() for k, v in entry.items()}
     return {name: value.double() for name, value in entries.items()}
 
 
 FROZEN = 4
-"""The frozen parameter's number in the optimizer. Adagrad makes state for it that no step uses; ours keeps none."""
+"""Number of the frozen parameter in the optimizer: torch's Adagrad has unused state for it, a session has none."""
 
 
 def without_frozen(state: State) -> State:
@@ -145,10 +143,10 @@ assert COUNTS.keys() == OPTIMIZERS.keys()
         *campaign(*[(kind, 7) for kind in COUNTS if COUNTS[kind] < 7]),
     ],
 )
-def test_through_plain_torch_and_other_stages_and_world_sizes(kind: str, count: int) -> None:
-    """zero3 on 2 ranks, plain torch, zero1 on 3, hybrid on 4, ddp on 2, gloo zero3 on 3: one training.
+def test_states_between_plain_torch_stages_and_world_sizes(kind: str, count: int) -> None:
+    """Hand a run from plan to plan and through plain torch: it equals one plain run.
 
-    Optimizers after the first go to the first ``count`` of these stations.
+    The slower optimizers use only the first ``count`` stations.
     """
     expected: tuple[State, State] | None = None
     state: tuple[State, State] | None = None
@@ -167,7 +165,7 @@ def test_through_plain_torch_and_other_stages_and_world_sizes(kind: str, count: 
 
 @pytest.mark.parametrize("name", ["zero3", *full("zero1")])
 @on_ranks(2)
-def test_states_that_do_not_fit_are_refused_whole(name: str) -> None:
+def test_states_that_do_not_fit_change_nothing(name: str) -> None:
     model = seeded(Net)
     with sharded(model, OPTIMIZERS["adam"](model), PLANS[name]) as session:
         before = session.module.state_dict()
@@ -197,7 +195,7 @@ LR = 0.5
 
 
 class Scaled(nn.Module):
-    """Keeps the sums of its rows in a buffer that is not saved, and its weight below a bound."""
+    """Bound its weight in a load hook, and keep its row sums in a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +215,7 @@ class Scaled(nn.Module):
 
 
 def forgive(model: nn.Module, keys: Any) -> None:
-    """Of the whole: behind the layers'."""
+    """Hook of the full model, which runs after the hooks of its layers."""
     model[1].calls.append("whole")
     for names in keys:
         names[:] = [name for name in names if "forgiven" not in name]
@@ -236,14 +234,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def given(dtype: torch.dtype) -> HooksState:
-    """What is loaded: its bound is below some of its weights."""
+    """Return the state to load; its bound is below some of its weights."""
     model = net(7).to(dtype)
     model[1].bound.fill_(0.5)
     return dict(model.state_dict())
 
 
 def plain(state: HooksState) -> tuple[HooksState, Tensor, HooksState]:
-    """Weights and sums behind the load, the outputs, and weights one step later."""
+    """Return weights and sums after the load, the outputs, and the weights one step later."""
     model = net(1)
     model.load_state_dict(state)
     assert model[1].calls == ["scaled", "whole"] and float(model[1].weight.detach().max()) == 0.5
@@ -262,9 +260,8 @@ def told(model: nn.Module, wrapped: nn.Module, backward: Callable[..., Any], opt
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), *full(("fp32", 0.0))])
 @on_ranks(2)
-def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: float) -> None:
-    """Children first, once a load, on all ranks, by each way of loading; at stage 3 with the module's parameters, and
-    what they write stays."""
+def test_load_state_dict_post_hooks_are_called(tmp_path: Path, precision: str, tolerance: float) -> None:
+    """Each load calls the hooks once on all ranks, children first, with gathered parameters, and keeps their writes."""
     state = given(torch.float32)
     before, out, after = plain(state)
     for stage in (1, 2, 3):
@@ -274,7 +271,7 @@ def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: fl
             if way == "checkpoint":
                 other = net(7)
                 other.load_state_dict(state)
-                other[1].weight.data.copy_(state["1.weight"])  # not bounded, as it is in the state
+                other[1].weight.data.copy_(state["1.weight"])  # above the bound, as in the state
                 source = shardwise.shard(other, sgd(other), stage=stage)
                 source.checkpoints.save(f"{tmp_path}/{stage}", "a")
                 source.close()
@@ -292,7 +289,7 @@ def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: fl
 
 
 def wrong(session: shardwise.Session, state: HooksState) -> None:
-    """A load that is refused calls none; what hooks do to the names counts; what a hook raises is raised."""
+    """A refused load calls no hooks; hooks may edit the lists of keys, and their exceptions are raised."""
     model = session.model
     model[1].calls.clear()
     fewer = {name: value for name, value in state.items() if name != "0.bias"} | {"forgiven": torch.ones(1)}
@@ -304,7 +301,7 @@ def wrong(session: shardwise.Session, state: HooksState) -> None:
     with pytest.raises(AssertionError, match="a load_state_dict post-hook of Linear returned a value"):
         session.module.load_state_dict(state)
     handle.remove()
-    if session.mesh.rank == 0:  # the other learns of it, and both go on
+    if session.mesh.rank == 0:  # the other rank gets a PeerError, and both can go on
         model[0].register_load_state_dict_post_hook(lambda *_: {}["lost"])
     with pytest.raises(KeyError if session.mesh.rank == 0 else shardwise.core.comm.PeerError, match="lost"):
         session.module.load_state_dict(state)
@@ -315,7 +312,7 @@ def hooked_sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Adapted(nn.Module):
-    """Saves its adapter alone."""
+    """Save only the adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,14 +339,14 @@ def values(model: nn.Module) -> HooksState:
 
 @pytest.mark.parametrize("stage", [3, *full(1)])
 @on_ranks(2)
-def test_parameters_that_a_hook_leaves_out_can_be_loaded(stage: int) -> None:
-    """By the names that they have in the model; strict loading misses them."""
+def test_parameters_removed_by_a_state_dict_hook_can_be_loaded(stage: int) -> None:
+    """Parameters load by their names in the model; a strict load reports missing ones."""
     init_distributed()
     plain, pretrained = adapted(1), values(adapted(7))
     plain.load_state_dict(pretrained)
     for strict in (True, False):
         model = adapted(1)
-        with pytest.raises(RuntimeError, match=r"base.weight"):  # as plain torch, which misses it, too
+        with pytest.raises(RuntimeError, match=r"base.weight"):  # plain torch raises, too
             model.load_state_dict(model.state_dict())
         session = shardwise.shard(model, hooked_sgd(model), stage=stage)
         state = session.module.state_dict()
@@ -366,7 +363,7 @@ def test_parameters_that_a_hook_leaves_out_can_be_loaded(stage: int) -> None:
 
 
 class Counts(nn.Linear):
-    """Makes a number of its own into a tensor for each state, and takes it back; what it has beside comes with it."""
+    """Add a number and a tensor to each state dict, and take them back in a load."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -387,7 +384,7 @@ class Counts(nn.Linear):
 
 
 def counting(taken: bool, count: int) -> nn.Sequential:
-    """``taken``: by the module's own method, and by a hook of the whole; otherwise a state has what nobody takes."""
+    """Return a model with such values; without ``taken`` its state has a value that no load takes back."""
     torch.manual_seed(count)
     layer = Counts() if taken else nn.Linear(4, 4)
     model = nn.Sequential(nn.Linear(4, 4), layer)
@@ -410,7 +407,7 @@ def counting(taken: bool, count: int) -> nn.Sequential:
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [3, *full(1)])
-def test_what_modules_make_for_a_state_is_given_back_to_them(tmp_path: Path, stage: int) -> None:
+def test_values_that_modules_add_to_a_state_are_loaded(tmp_path: Path, stage: int) -> None:
     init_distributed()
     for taken in (True, False):
         model = counting(taken, 5)
@@ -437,7 +434,7 @@ def test_what_modules_make_for_a_state_is_given_back_to_them(tmp_path: Path, sta
                 with pytest.raises(ValueError, match=r"1.total.*(is recomputed|a hook of the model saves this)"):
                     session.module.load_state_dict(state) if way == "state" else load(path, "a")
             after = session.module.state_dict() if way != "torch" else {}
-            for name, value in after.items():  # a load that is refused has changed nothing
+            for name, value in after.items():  # a refused load changes nothing
                 assert torch.equal(value, state[name] if taken else before[name]), (way, name)
             if way != "torch":
                 session.close()

@@ -1,7 +1,7 @@
-"""What a training step makes the host wait for, counted: values it reads of the device, and exchanges with other ranks.
+"""Host waits of a training step: reads of device values, exchanges with other ranks, events, streams and copies.
 
-A CPU stands in for a GPU: the code that spares the host waits there is switched on, and whatever would be read of the
-device counts.
+A CPU stands for a GPU: ``runs_ahead`` is patched, so that the code that avoids host waits is used, and reads of tensors
+are counted.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from shardwise.core.checks import batches, guards
 from shardwise.core.engine import optimizer
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool, assert_close, run_ranks
-from tests.support import meetings_setup
+from tests.support import exchange_setup
 from tests.support.engine_setup import adam, one_mesh, seeded, sharded
 from tests.support.late_setup import train
 from tests.support.on_ranks import on_ranks, raises
@@ -31,11 +31,11 @@ from tests.support.stream_setup import Branching, losses_of
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
 PACKAGE = Path(shardwise.__file__).parent
-"""The clone's folder may have the package's name, so that names of folders do not tell whose a frame is."""
+"""Identifies frames of the package; folder names do not, because the clone may have the same name."""
 INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>")
-"""Frames that only Python 3.11 makes."""
+"""Frames of comprehensions, which exist in Python 3.11 only."""
 LATER = "device.py"
-"""Reads what was sent to the host a step before."""
+"""Reads values that were copied to the host in the step before."""
 STEPS = 5
 
 
@@ -45,7 +45,7 @@ def is_ours(filename: str) -> bool:
 
 
 def caller() -> tuple[str, str]:
-    """The file and the function of the innermost frame of the package; of none, nothing."""
+    """Return the file and the function of the innermost frame of the package, or empty strings."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -57,7 +57,7 @@ def caller() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Inside, what reading a value costs on a GPU decides."""
+    """Use the code paths of a device for which reading a value is expensive."""
     yes = lambda _device: True  # noqa: E731
     with contextlib.ExitStack() as stack:
         for module in (batches, guards, optimizer):
@@ -67,7 +67,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[tuple[list[str], list[str]]]:
-    """What is read of tensors inside, by the place that reads it, and for what ranks exchange something."""
+    """Yield the reads of tensors, by the function that reads, and the purposes of exchanges."""
     reads: list[str] = []
 
     def reading(name: str) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
 
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             at, function = caller()
-            # What ranks exchange is on the host already, and so are settings.
+            # Exchanged values and settings are on the host already.
             if at and at not in ("control.py", "shared.py", LATER):
                 reads.append(f"{name} in {function} of {at}")
             return original(self, *args, **kwargs)
@@ -83,12 +83,12 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
         return read
 
     patched = {name: reading(name) for name in READS}
-    with mock.patch.multiple(torch.Tensor, **patched), meetings_setup.counted() as exchanges:
+    with mock.patch.multiple(torch.Tensor, **patched), exchange_setup.counted() as exchanges:
         yield reads, exchanges
 
 
 def one_step(plan: Plan) -> tuple[list[str], list[str], list[float | None], list[float | None]]:
-    """Of the last of some steps: what was read and exchanged; norms of all steps, and those of a host that waits."""
+    """Return reads and exchanges of the last step, and the norms of all steps with and without ``as_on_a_gpu``."""
     norms: dict[bool, list[float | None]] = {True: [], False: []}
     for ahead in (True, False):
         with as_on_a_gpu() if ahead else contextlib.nullcontext(), counted() as (reads, exchanges):
@@ -110,7 +110,7 @@ OTHERS = ["which parameters had gradients", "the gradient norm"]
 
 
 @pytest.mark.parametrize(("stage", "shared"), [(2, False), (3, None), *full((1, None), (3, False))])
-def test_a_step_reads_nothing_of_the_device(stage: int, shared: bool | None) -> None:
+def test_step_reads_no_device_values(stage: int, shared: bool | None) -> None:
     plan = zero(stage).but(shared_memory=shared)
     for reads, exchanges, late, now in run_ranks(2, one_step, plan):
         assert reads == []
@@ -127,7 +127,7 @@ def test_clipping_reads_the_norm_once(stage: int) -> None:
 
 
 @on_ranks(2)
-def test_a_write_to_an_absent_parameter_is_told_a_step_later() -> None:
+def test_write_to_a_resharded_parameter_raises_a_step_later() -> None:
     model = seeded(Branching)
     with as_on_a_gpu(), sharded(model, adam(model), zero(3)) as session:
         for step in range(3):
@@ -135,21 +135,21 @@ def test_a_write_to_an_absent_parameter_is_told_a_step_later() -> None:
             if step < 2:
                 session.optimizer.step()
             if step == 0:
-                model.layers[2].weight.data[0, 0] = 3.0  # it is not gathered: one NaN stands for all of it
+                model.layers[2].weight.data[0, 0] = 3.0  # not gathered: its storage is a single NaN
         raises(RuntimeError, "layers.2.weight.* was written to", session.optimizer.step)
 
 
-# ---- on a late device: events and streams that the host waits for, and copies that block it
+# ---- events, streams and blocking copies on a late device
 
 
 def by_line(waits: list[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Each wait's thread and its line of code in the package."""
+    """Return the thread and the source line of each wait."""
     at = [(thread.split("_")[0], *where.rsplit(":", 1)) for thread, where in waits]
     return {(who, linecache.getline(str(PACKAGE / "core" / file), int(line)).strip()) for who, file, line in at}
 
 
 LANDED, READ = "self._arrival()", "read.synchronize()"
-"""A gradient that the update on the host reads; a slot whose copy of two tiles before is over."""
+"""Waits for a gradient that the host update reads, and for the copy that used a slot two tiles before."""
 ALLOWED = {
     "synchronize(shards.mesh.device)  # uploads still read the shards that the CPU will write",
     "return not all(later.value() for later in pending)",
@@ -157,14 +157,14 @@ ALLOWED = {
     LANDED,
     READ,
 }
-"""With what was asked of the device a step before, and the norm of gradients on it."""
+"""Allowed waits, including values requested in the step before, and the norm of gradients on the device."""
 MORE = full((1, "host"), (1, "mixed"), (2, "state_host"), (2, "early_host"))
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(1, "zero2_state_host"), (1, "early"), *MORE])
-def test_offload_waits_in_steps_alone(ranks: int, name: str) -> None:
-    """In ``step()`` the host waits for gradients and for slots, and for no copy of updated weights."""
-    with RankPool(ranks) as pool:  # autograd's first backward pass must see the device
+def test_offload_waits_in_step_only(ranks: int, name: str) -> None:
+    """In ``step()`` the host waits for gradients and slots, but not for copies of updated weights."""
+    with RankPool(ranks) as pool:  # the device has to exist at the first backward pass
         found = pool.run(train, name, 0)
     for each in found:
         during, lines = by_line(each.in_passes), {line for _, line in by_line(each.in_steps)}

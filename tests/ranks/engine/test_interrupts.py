@@ -1,4 +1,8 @@
-"""Ctrl-C: step(), loads and saves end first; zero_grad() drops a pass; what a second one stops has to be loaded."""
+"""Ctrl-C in passes, step(), loads and saves.
+
+``step()``, loads and saves end first; ``zero_grad()`` drops an interrupted pass. After a second Ctrl-C in ``step()``, a
+state has to be loaded.
+"""
 
 import contextlib
 import random
@@ -13,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.checkpoint.training_run import EngineRun
 from shardwise.core.engine.optimizer_state import OptimizerState
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.engine.updates import StateOffload
-from shardwise.core.engine.values import Values
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
@@ -30,7 +34,7 @@ HALF: dict[str, Any] = {
     "param_dtype": torch.float16,
     "buffer_dtype": torch.float16,
     "cast_inputs": True,
-    # Steps are skipped and made in turn.
+    # Skipped and applied steps alternate.
     "scaler": scaler(
         initial_scale=256, growth_factor=2.0**12, backoff_factor=2.0**-12, growth_interval=1, max_scale=2.0**20
     ),
@@ -105,7 +109,7 @@ def load(session: Session, saved: States) -> None:
 
 @contextlib.contextmanager
 def begun(plan: Plan, kind: Kind = OPTIMIZERS["adamw"]) -> Iterator[tuple[Session, str]]:
-    """A session after its first step, and the values after the steps of an undisturbed one."""
+    """Yield a session after its first step, and the values of an undisturbed run after all steps."""
     with interruptible(), small_tiles():
         like = undisturbed(plan)
         with contextlib.closing(started(plan, kind)) as session:
@@ -138,11 +142,11 @@ def in_a_backward_pass(plan: Plan, directory: str) -> None:
 
 
 def in_a_step(plan: Plan, _directory: str) -> None:
-    """The step ends first."""
+    """The step ends before the exception is raised."""
     with begun(plan) as (session, like):
         backward(session, 1)
         hook = session.optimizers[0].optimizer.register_step_pre_hook(lambda *_: press())
-        with contextlib.suppress(KeyboardInterrupt):  # a skipped step runs no hooks
+        with contextlib.suppress(KeyboardInterrupt):  # a skipped step runs no hooks, so there is no interrupt
             session.optimizers[0].step()
         hook.remove()
         train(session, first=2)
@@ -150,7 +154,7 @@ def in_a_step(plan: Plan, _directory: str) -> None:
 
 
 class Pressing(torch.optim.AdamW):
-    """Ctrl-C twice in the middle of an update, when asked for."""
+    """Press Ctrl-C ``presses`` times in the middle of an update."""
 
     presses = 0
 
@@ -163,7 +167,7 @@ class Pressing(torch.optim.AdamW):
 
 
 def twice_in_a_step(plan: Plan, _directory: str) -> None:
-    """The second one stops the step, and a state has to be loaded."""
+    """The second Ctrl-C stops the step, so that a state has to be loaded."""
     with begun(plan, lambda params: Pressing(params, lr=1e-2)) as (session, _):
         own = session.optimizers[0]
         saved = states(session)
@@ -184,7 +188,7 @@ def twice_in_a_step(plan: Plan, _directory: str) -> None:
 
 @contextlib.contextmanager
 def before(owner: type, method: str) -> Iterator[None]:
-    """Ctrl-C when ``method`` is called first."""
+    """Press Ctrl-C at the first call of ``method``."""
     original, presses = getattr(owner, method), [press]
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +202,7 @@ def before(owner: type, method: str) -> Iterator[None]:
 
 
 def around_files(plan: Plan, directory: str) -> None:
-    """Loads and saves end first."""
+    """Loads and saves end before the exception is raised."""
     root = Path(directory) / "checkpoints"
     with begun(plan) as (session, _):
         like = values(session)
@@ -213,7 +217,7 @@ def around_files(plan: Plan, directory: str) -> None:
         like = values(session)
         backward(session, 1)
         session.optimizers[0].step()
-        with pytest.raises(KeyboardInterrupt), before(Values, "publish"):
+        with pytest.raises(KeyboardInterrupt), before(ParameterValues, "publish"):
             session.module.load_state_dict(saved[0])
         with pytest.raises(KeyboardInterrupt), before(OptimizerState, "distribute"):
             session.optimizers[0].load_state_dict(saved[1])
@@ -221,12 +225,12 @@ def around_files(plan: Plan, directory: str) -> None:
 
 
 def while_states_move(plan: Plan, _directory: str) -> None:
-    """Moves of states end first."""
+    """Offload and reload of states end before the exception is raised."""
     with begun(plan) as (session, like):
         session.optimizers[0].zero_grad()
         with pytest.raises(KeyboardInterrupt), before(StateOffload, "offload"):
             session.offload_states()
-        assert session.offload_states() == 0  # all of it was moved
+        assert session.offload_states() == 0  # everything is moved already
         with pytest.raises(KeyboardInterrupt), before(StateOffload, "reload"):
             session.reload_states()
         train(session, first=1)
@@ -242,7 +246,7 @@ PROGRAMS: dict[Callable[[Plan, str], None], list[str]] = {
     around_files: ["stage 1", "stage 3, disk"],
     while_states_move: ["stage 1", "stage 3, host"],
 }
-"""By program, the plans under which it runs besides stage 3."""
+"""Programs, with the plans besides stage 3 that run them."""
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,7 @@ PROGRAMS: dict[Callable[[Plan, str], None], list[str]] = {
         *full(*[(program, name) for program, names in PROGRAMS.items() for name in names]),
     ],
 )
-def test_training_goes_on_after_an_interrupt(program: Callable[[Plan, str], None], name: str, tmp_path: Path) -> None:
+def test_training_continues_after_an_interrupt(program: Callable[[Plan, str], None], name: str, tmp_path: Path) -> None:
     run_ranks(1, program, plan_of(name, str(tmp_path)), str(tmp_path))
 
 
@@ -276,5 +280,5 @@ def at_random_moments(plan: Plan, times: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, *campaign(*range(1, 20))])
 @pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 2, fp16", "stage 3, disk")])
-def test_training_goes_on_after_one_at_any_moment(name: str, seed: int, tmp_path: Path) -> None:
+def test_training_continues_after_an_interrupt_at_a_random_moment(name: str, seed: int, tmp_path: Path) -> None:
     run_ranks(1, at_random_moments, plan_of(name, str(tmp_path)), 8, seed)

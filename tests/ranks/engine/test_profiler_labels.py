@@ -1,4 +1,4 @@
-"""Labels of gathers, reductions, updates and copies to the host in a profile of a step."""
+"""Profiler labels of gathers, reductions, updates and copies to the host."""
 
 import contextlib
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from shardwise.core.grads import offload
+from shardwise.core.grads import chunk_grads
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import sharded
@@ -24,16 +24,16 @@ AT_ONCE: dict[str, Any] = {
     "record_event": lambda _device: SimpleNamespace(synchronize=lambda: None),
     "recorded": lambda *_: None,
 }
-"""Copies to the host that are complete at once."""
+"""Patches that make copies to the host synchronous."""
 
 
 def labels(plan: Plan, to_host: bool = False) -> set[str]:
-    """The labels of the second step."""
+    """Return the labels of the second step."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with contextlib.ExitStack() as stack:
         if to_host:
-            stack.enter_context(mock.patch.multiple(offload, **AT_ONCE))
+            stack.enter_context(mock.patch.multiple(chunk_grads, **AT_ONCE))
         session = stack.enter_context(sharded(model, optimizer, plan))
 
         def step() -> None:
@@ -47,7 +47,7 @@ def labels(plan: Plan, to_host: bool = False) -> set[str]:
         return {event.key for event in profile.key_averages() if event.key.startswith("shardwise::")}
 
 
-def test_a_profile_of_a_step_names_the_modules() -> None:
+def test_labels_name_modules() -> None:
     for found in run_ranks(2, labels, zero(3)):
         assert found > OF_BLOCKS, found
         assert any(each.startswith("shardwise::update (0") for each in found), found
@@ -55,6 +55,6 @@ def test_a_profile_of_a_step_names_the_modules() -> None:
     assert run_ranks(1, labels, zero(2).but(packing=ByNumel(chunk_numel=1000))) == [by_size]
 
 
-def test_copies_of_gradients_to_the_host_are_labelled() -> None:
+def test_labels_of_gradient_copies_to_the_host() -> None:
     for found in run_ranks(2, labels, with_tiers(zero(3), "s_host", "no disk is used"), True):
         assert found > {"shardwise::offload (0)", "shardwise::offload (1)"}, found

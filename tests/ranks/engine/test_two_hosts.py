@@ -1,4 +1,4 @@
-"""Two hosts of two ranks each, in network namespaces joined by a wire, each with a /dev/shm of its own."""
+"""Two hosts of two ranks each, as network namespaces joined by a virtual link, each with a /dev/shm of its own."""
 
 from pathlib import Path
 
@@ -12,6 +12,6 @@ RANKS = Path(__file__).parents[1]
 
 @pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not()))
 @pytest.mark.parametrize("program", [*full("engine/two_hosts_program.py"), *campaign("booster/hosts_program.py")])
-def test_ranks_on_two_hosts_are_plain_pytorch(program: str) -> None:
-    """ZeRO, and layers that are cut inside a host while the rest is across."""
+def test_training_on_two_hosts_equals_plain_torch(program: str) -> None:
+    """ZeRO over both hosts, and tensor parallelism inside a host with the other axes across hosts."""
     check_program(RANKS / program, 29578)

@@ -1,4 +1,4 @@
-"""What each of four ranks on two hosts runs: ZeRO-1, 2 and 3 against plain PyTorch."""
+"""Program of four ranks on two hosts: ZeRO-1, 2 and 3 against plain PyTorch."""
 
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The front-ends as adapters that run the same program, and that program in plain PyTorch.
+"""Adapters that run one training program under each front-end, and that program in plain PyTorch.
 
 A :class:`Program` is data. :func:`plain` runs it in one process; a :class:`FrontEnd` runs it with the calls that its
-users make. Front-ends with a loop of their own (the two Trainers) get the same batches through a loader.
+users make. Front-ends with their own loop (the Trainers) get the same batches through a loader.
 """
 
 import functools
@@ -32,7 +32,7 @@ from shardwise.booster.plugin import (
 )
 from shardwise.core.mesh import default_device
 from shardwise.plan import zero
-from shardwise.strategies.namespace import FABRIC, LIGHTNING
+from shardwise.strategies.lightning_packages import FABRIC, LIGHTNING
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 from tests.support.booster_setup import SMALL
 from tests.support.huggingface_setup import launched, quiet
@@ -71,11 +71,11 @@ class Program:
 
 @dataclass
 class Result:
-    """What a program leaves.
+    """The results of a program.
 
     Attributes:
-        weights: full parameters after the last step.
-        outputs: of the model for :func:`evaluation_batch` in each evaluation.
+    weights: full parameters after the last step.
+    outputs: of the model for :func:`evaluation_batch` in each evaluation.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -83,11 +83,11 @@ class Result:
 
 
 class InjectedError(ArithmeticError):
-    """The error that a program's model raises."""
+    """The error that the model of a program raises."""
 
 
 class Failing(nn.Module):
-    """Passes its input on, and raises once in the armed pass."""
+    """Return the input, and raise once in the armed pass."""
 
     armed = ""
 
@@ -104,7 +104,7 @@ class Failing(nn.Module):
 
 
 class Net(nn.Sequential):
-    """Notes its outputs in evaluation mode."""
+    """A network that records its outputs in evaluation mode."""
 
     def __init__(self, seed: int = 3) -> None:
         torch.manual_seed(seed)
@@ -128,14 +128,14 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batches(step: int, passes: int, rank: int = 0, ranks: int = 1) -> list[Batch]:
-    """The micro-batches of one rank in one step; each rank has as many rows."""
+    """Return the micro-batches of one rank in one step; all ranks have equally many rows."""
     rows = torch.randn(passes, ROWS, WIDTH + OUT, generator=torch.Generator().manual_seed(100 + step))
     share = ROWS // ranks
     return [(each[:, :WIDTH], each[:, WIDTH:]) for each in rows[:, rank * share : (rank + 1) * share]]
 
 
 def own_batches(step: int, passes: int) -> list[Batch]:
-    """On the device that a front-end takes by itself."""
+    """Return this rank's micro-batches on the default device of the front-ends."""
     device, own = default_device(), batches(step, passes, dist.get_rank(), dist.get_world_size())
     return [(inputs.to(device), target.to(device)) for inputs, target in own]
 
@@ -153,7 +153,7 @@ def overflows(program: Program, step: int) -> bool:
 
 
 def plain(program: Program) -> Result:
-    """Run the program by one process of plain PyTorch in fp32; a step that overflows is left out."""
+    """Run the program in one process of plain PyTorch in fp32, without a step that overflows."""
     model, result = Net(), Result()
     optimizer = adam(model)
 
@@ -163,7 +163,7 @@ def plain(program: Program) -> Result:
                 result.outputs.append(model(batches(99, 1)[0][0]))
 
     evaluate()
-    for step in range(max(program.steps, default=-1) + 1):  # those before the first are in the checkpoint
+    for step in range(max(program.steps, default=-1) + 1):  # earlier steps are in the checkpoint
         if step == program.overflow:
             continue
         for inputs, target in batches(step, program.passes):
@@ -181,15 +181,15 @@ class FrontEnd:
     """A model and its AdamW under one front-end, with a loop that the user writes.
 
     Args:
-        program: what :meth:`run` does.
-        folder: for files that the front-end itself wants to write.
+    program: what :meth:`run` does.
+    folder: for files that the front-end itself writes.
     """
 
     module: Any
     optimizer: Any
-    half_inputs: ClassVar[bool] = False  # in fp16 the program's inputs are fp16
+    half_inputs: ClassVar[bool] = False  # the program casts inputs to fp16 if half
     always_half: ClassVar[bool] = False  # fp16 in every program
-    repeats: ClassVar[tuple[str, ...]] = ("forward", "backward")  # passes that it can repeat after an error in them
+    repeats: ClassVar[tuple[str, ...]] = ("forward", "backward")  # passes that can be repeated after an error
 
     def __init__(self, program: Program, folder: str) -> None:
         self.program, self.folder, self.net = program, folder, Net(seed=9 if program.load else 3)
@@ -200,12 +200,12 @@ class FrontEnd:
 
     @classmethod
     def context(cls) -> AbstractContextManager[None]:
-        """What a launcher provides."""
+        """Return the environment that a launcher provides."""
         return nullcontext()
 
     @classmethod
     def can_repeat(cls, program: Program) -> bool:
-        """Whether the pass that fails, if any, can be repeated."""
+        """Return whether the failing pass, if there is one, can be repeated."""
         return program.failure is None or program.failure[1] in cls.repeats
 
     def run(self) -> Result:
@@ -244,7 +244,7 @@ class FrontEnd:
         return self.module(inputs.half() if self.program.half and self.half_inputs else inputs)
 
     def one_pass(self) -> AbstractContextManager[None]:
-        """Around the forward and backward pass of a micro-batch."""
+        """Return a context for the forward and backward pass of a micro-batch."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -329,7 +329,7 @@ class Hybrid(BoosterFrontEnd):
 
 
 class TorchPlugin(BoosterFrontEnd):
-    """The plugins that leave sharding to torch; the Booster defines the precision, and the program clips."""
+    """Plugins whose sharding is torch's: the Booster sets the precision, and the program clips."""
 
     repeats = ("forward",)
 
@@ -501,7 +501,7 @@ def loader(micro_batches: list[Batch]) -> DataLoader[Batch]:
 
 @functools.cache
 def lightning_module() -> Any:
-    """An epoch is a step, so that Lightning validates and resumes between steps."""
+    """Return a LightningModule whose epochs are steps, so that Lightning validates and resumes between steps."""
 
     class Module(LIGHTNING.load("LightningModule")):  # type: ignore[misc]
         def __init__(self, net: Net, program: Program) -> None:
@@ -574,7 +574,7 @@ class LightningFullySharded(LightningTrainer):
 
 
 class Scored(nn.Module):
-    """A model that computes its loss, as Hugging Face's do."""
+    """A model that computes its loss, as models of transformers do."""
 
     def __init__(self, net: Net, program: Program) -> None:
         super().__init__()
@@ -653,7 +653,7 @@ class HuggingFaceTrainer(FrontEnd):
 
 
 def items(micro_batches: list[Batch]) -> list[dict[str, Tensor]]:
-    """The rows of micro-batches, as a dataset of transformers."""
+    """Return the rows of micro-batches as a dataset for transformers."""
     return [
         {"inputs": inputs, "labels": labels} for each in micro_batches for inputs, labels in zip(*each, strict=True)
     ]

@@ -1,8 +1,7 @@
-"""The contract of every front-end: the same program under each one gives the weights of plain PyTorch in one process.
+"""The contract of every front-end: one program gives the weights of plain PyTorch in one process.
 
-Each test is one program under one front-end. Features of one front-end are tested in its own folder.
-
-A 16-bit model under every front-end: dtypes that it sees, counters in its buffers, and BatchNorm.
+Each test runs one program under one front-end; features of a single front-end are tested in its own folder. Also
+tested: dtypes and buffers of 16-bit models under every front-end, and BatchNorm.
 """
 
 import warnings
@@ -29,7 +28,7 @@ RANKS = 2
 CLIP = 0.05
 TOLERANCE, HALF_TOLERANCE = 1e-6, 2e-2
 FULL = ("accumulates", "fails_in_backward")
-"""Programs that make the same calls as another."""
+"""Programs of the full set, which make the same calls as another one."""
 PROGRAMS: dict[str, Program] = {
     "trains": Program(evaluate=True),
     "accumulates": Program(passes=2),
@@ -42,7 +41,7 @@ NOT_OFFERED = {("booster-fsdp", "skips_an_overflow"): "torch's fully_shard has n
 
 
 def run(name: str, program: Program, folder: str) -> Result:
-    """One model under a front-end; closing it twice is harmless."""
+    """Run a program under a front-end, and close it twice."""
     front_end = FRONT_ENDS[name](program, folder)
     try:
         return front_end.run()
@@ -78,22 +77,22 @@ PAIRS = [pair for pair in product(FRONT_ENDS, PROGRAMS) if pair not in NOT_OFFER
 @pytest.mark.parametrize(
     ("name", "program"), [row for pair in PAIRS for row in (full(pair) if pair[1] in FULL else [pair])]
 )
-def test_a_program_equals_plain_pytorch(name: str, program: str, tmp_path: Path) -> None:
+def test_program_equals_plain_torch(name: str, program: str, tmp_path: Path) -> None:
     chosen = PROGRAMS[program]
     run_ranks(RANKS, run_and_check, name, chosen, str(tmp_path), plain(chosen))
 
 
 @pytest.mark.parametrize("ranks", [3, *full(1)])
 @pytest.mark.parametrize("name", FRONT_ENDS)
-def test_a_checkpoint_is_loaded_on_another_number_of_ranks(name: str, ranks: int, tmp_path: Path) -> None:
+def test_checkpoint_loads_at_another_world_size(name: str, ranks: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     first, second = Program(steps=(0, 1), save=folder), Program(steps=(2, 3), load=folder)
     run_ranks(RANKS, run_and_check, name, first, folder, plain(first))
     run_ranks(ranks, run_and_check, name, second, folder, plain(second))
 
 
-def test_the_programs_differ() -> None:
-    """A front-end that ignored what a program asks for would not pass."""
+def test_programs_give_different_weights() -> None:
+    """Check that a front-end which ignores an option of a program would fail."""
     weights = [plain(program).weights for program in (Program(), *list(PROGRAMS.values())[1:4])]
     for index, one in enumerate(weights):
         for other in weights[:index]:
@@ -103,12 +102,12 @@ def test_the_programs_differ() -> None:
 PASSES = 300
 BF16 = torch.bfloat16
 CASTS_BUFFERS = {"booster-zero", "booster-gemini", "booster-hybrid", "lightning-colossalai", "sharded-model"}
-"""Those of ColossalAI, which casts the whole module."""
+"""Front-ends of ColossalAI's API, which casts buffers, too."""
 FP32_OUTPUTS = {"fabric", "accelerate"}
 
 
 class Counting(Net):
-    """Adds to its buffers in every pass, and notes the dtype of its input."""
+    """Add to the buffers in every pass, and record the dtype of the input."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__(seed)
@@ -147,7 +146,7 @@ def expected_counts(dtype: torch.dtype) -> dict[str, tuple[torch.dtype, float]]:
         (zero(3, BF16).but(buffer_dtype=BF16), BF16),
     ],
 )
-def test_buffers_keep_their_dtype_or_have_that_of_the_plan(plan: Plan, dtype: torch.dtype) -> None:
+def test_buffers_keep_their_dtype_or_get_the_plans(plan: Plan, dtype: torch.dtype) -> None:
     """fp64 and integer buffers keep theirs."""
     model = Counting()
     with sharded(model, front_ends.adam(model), plan) as session:
@@ -162,7 +161,7 @@ def test_buffers_keep_their_dtype_or_have_that_of_the_plan(plan: Plan, dtype: to
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", FRONT_ENDS)
 def test_dtypes_under_a_front_end(name: str, tmp_path: Path) -> None:
-    """The table of docs/mixed-precision.md: counters and dtypes of input and output, after one fp16 step."""
+    """The table of docs/mixed-precision.md: buffers, and dtypes of input and output, after one fp16 step."""
     kind, outputs, loss_of = FRONT_ENDS[name], list[Tensor](), front_ends.loss_of
 
     def noted(output: Tensor, target: Tensor) -> Tensor:
@@ -172,7 +171,7 @@ def test_dtypes_under_a_front_end(name: str, tmp_path: Path) -> None:
     with (
         kind.context(),
         mock.patch.multiple(front_ends, Net=Counting, loss_of=noted),
-        mock.patch.object(kind, "half_inputs", name == "deepspeed"),  # without auto_cast it leaves inputs as they are
+        mock.patch.object(kind, "half_inputs", name == "deepspeed"),  # DeepSpeed casts no inputs without auto_cast
         warnings.catch_warnings(action="ignore"),
     ):
         front_end = kind(Program(steps=(0,), passes=PASSES, half=True), str(tmp_path))

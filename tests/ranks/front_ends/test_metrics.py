@@ -1,4 +1,4 @@
-"""Metrics of steps, and what writes them."""
+"""Metrics: the records of steps, and their writers."""
 
 import csv
 import json
@@ -26,11 +26,11 @@ from tests.support.on_ranks import on_ranks
 
 BATCH, WIDTH, TOKENS = 3, 4, 60
 FLOPS = 5 * 2 * BATCH * WIDTH * WIDTH
-"""Of two layers: outputs, gradients of weights, and the gradient of the second layer's input."""
+"""Two layers: outputs, gradients of the weights, and the gradient of the second layer's input."""
 
 
 def records(plan: Plan, folder: Path, every: int) -> list[dict[str, float]]:
-    """The records of four steps, of which the second overflows."""
+    """Return the records of four steps; the second one overflows."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)])
     writers = csv_file(folder / "metrics.csv"), json_lines(folder / "metrics.jsonl")
@@ -101,7 +101,7 @@ CALLS = {
 
 
 class Package(ModuleType):
-    """Stands for a package: every function of it notes its calls."""
+    """A fake package that records the calls of its functions."""
 
     info = SimpleNamespace(run_id="id")
 
@@ -114,7 +114,7 @@ class Package(ModuleType):
 
 
 @pytest.mark.parametrize("package", CALLS)
-def test_packages_are_opened_by_the_rank_that_writes(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_opened_at_the_first_write(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args, options, expected = CALLS[package]
     with monkeypatch.context() as without:
         without.setattr(metrics, "find_spec", lambda name: None)

@@ -1,6 +1,6 @@
-"""Accumulation and clipping against one large batch, with the semantics that ``GradPlan`` documents.
+"""Gradient accumulation and clipping, compared with one large batch, as :class:`GradPlan` documents them.
 
-Gradients of many passes add up in ``accumulate_dtype``, where whole ones are kept as where shards are.
+Covers dropped passes, ``no_sync``, ``average="tokens"``, ``clip_grad_by_norm`` and ``accumulate_dtype``.
 """
 
 import math
@@ -21,7 +21,7 @@ from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 RANKS, MICRO, STEPS = 2, 3, 2
-# Rows of each rank's micro-batches: as uneven as it gets, one of them empty.
+# Rows of each rank's micro-batches: deliberately uneven, and one of them is empty.
 ROWS = [[1, 5, 2], [7, 0, 3]]
 
 
@@ -39,12 +39,12 @@ def rows(rank: int, micro: int, step: int, even: bool) -> Tensor:
 
 
 def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
-    """The mean over the rows, zero for none."""
+    """Return the mean over the rows; zero if there are none."""
     return model(x).square().sum() / max(len(x), 1)
 
 
 def _drop(session: Session, how: str, weight: float | None) -> None:
-    """A pass whose gradients are dropped before the step."""
+    """Run a pass whose gradients are dropped before the step."""
     x = rows(session.mesh.rank, 0, 9, True)
     with session.no_sync() if how == "no_sync" else nullcontext():
         session.backward(100 * mean_loss(session.module, x), tokens=weight)
@@ -63,7 +63,7 @@ def _fail(_: Tensor) -> None:
 
 
 def of_all_rows(even: bool) -> dict[str, Tensor]:
-    """The state after plain steps, each with the mean over the rows of all ranks and passes."""
+    """Return the state after plain steps; each step takes the mean over the rows of all ranks and passes."""
     model = seeded(net)
 
     def loss(model: nn.Module, _rank: int, step: int) -> Tensor:
@@ -74,8 +74,8 @@ def of_all_rows(even: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["zero1", "zero3", *full("ddp", "zero2")])
 @on_ranks(RANKS)
-def test_what_is_dropped_is_not_counted(name: str) -> None:
-    """The passes before are dropped, and their number and tokens too."""
+def test_dropped_passes_are_not_counted(name: str) -> None:
+    """Gradients of dropped passes, their number and their tokens do not enter the step that follows."""
     plan, hows = PLANS[name], ["optimizer", "module", "failed", *(["no_sync"] if name in ("ddp", "zero1") else [])]
     with one_mesh(plan) as mesh:
         for average, how in product(("mean", "tokens"), hows):
@@ -117,8 +117,8 @@ def test_clip_grad_by_norm(name: str) -> None:
     ("average", "name"), [("sum", "ddp"), ("mean", "zero1"), *full(("mean", "ddp"), ("sum", "zero1"))]
 )
 @on_ranks(RANKS)
-def test_a_step_reduces_what_no_sync_left(name: str, average: str) -> None:
-    """Of every pass under it, as where it is of every pass but the last."""
+def test_step_reduces_gradients_of_no_sync_passes(name: str, average: str) -> None:
+    """Running all passes under ``no_sync`` gives the same step as running all but the last under it."""
     plan, found = PLANS[name].but(average=average), []
     with one_mesh(plan) as mesh:
         for synced in (MICRO, MICRO - 1):
@@ -153,8 +153,8 @@ WITHOUT_TOKENS = (lambda session, loss: loss.backward(), _around, _expected)
 
 @pytest.mark.parametrize("name", ["ddp", *full("zero1"), *full("zero2"), "zero3"])
 @on_ranks(RANKS)
-def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
-    """Each after one that has a weight; what trains after them is right."""
+def test_pass_without_tokens_is_an_error_under_average_tokens(name: str) -> None:
+    """A pass without tokens raises after a pass with tokens; training after the error is right."""
     model = seeded(net)
     with sharded(model, sgd(model), PLANS[name].but(average="tokens")) as session:
         for make in (*WITHOUT_TOKENS, lambda session, loss: session.backward(loss)):
@@ -176,14 +176,14 @@ def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
 
 HALF, FIRST, NUMEL = torch.bfloat16, 256.0, 192
 DTYPE_PLANS = {"ddp": replicated(HALF), "zero1": zero(1, HALF), "zero2": zero(2, HALF)}
-# What a rank's passes add up to is a number of bf16, in which it travels, and no sum in bf16 comes there.
+# The sum of a rank's passes can be represented in bf16, which is sent, but adding them one by one in bf16 misses it.
 SLOPES = (1.0, 2.0)
 DTYPE_STEPS = ([65], [33, 33], [1, 65])
-"""Passes of each step, and those of them up to a reduced one; the first has a far larger gradient."""
+"""For each step, the numbers of passes up to each reduction; the first pass has a far larger gradient."""
 
 
 class Sum(nn.Module):
-    """Its loss has the gradient ``slope`` for each element."""
+    """A module whose loss has the gradient ``slope`` for each element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Sum(nn.Module):
 
 
 def window(session: Session, passes: int) -> None:
-    """Of the passes one is reduced, where whole gradients are kept."""
+    """Run the passes of a window; the last one alone is reduced where gradients are unsharded."""
     for left in reversed(range(passes)):
         with session.no_sync() if left and session.plan.shard.reduce == "last" else nullcontext():
             session.backward(session.module(SLOPES[session.mesh.rank] * (FIRST if left + 1 == passes else 1.0)))
@@ -207,7 +207,7 @@ def all_alike(found: dict[str, Tensor]) -> float:
 
 
 def trained(plan: Plan, mesh: Mesh) -> tuple[list[float], dict[str, int]]:
-    """Gradients of three steps, and the weights behind them; and what a step of two reduced passes sent."""
+    """Return the gradients of three steps and the final weights, and the bytes sent in a step of two reduced passes."""
     model, found = Sum(), []
     with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan, mesh) as session:
         for windows in DTYPE_STEPS:
@@ -222,7 +222,8 @@ def trained(plan: Plan, mesh: Mesh) -> tuple[list[float], dict[str, int]]:
 
 
 def memory(plan: Plan, mesh: Mesh) -> tuple[list[int], int, int]:
-    """Bytes of gradients behind steps of one and of some passes; elements of whole gradients and of shards."""
+    """Return gradient bytes after steps of one and of several passes, and the numbers of unsharded and sharded
+    elements."""
     model, found = Sum(), []
     with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan, mesh) as session:
         for passes in (1, 3, 1):
@@ -254,7 +255,7 @@ def test_passes_add_up_in_accumulate_dtype(name: str) -> None:
             assert half[0] != wide[0] and sent == sent_half
 
 
-def test_memory_of_it_is_taken_by_who_makes_several_passes() -> None:
+def test_accumulate_dtype_takes_memory_with_several_passes_only() -> None:
     for name in ("ddp", "zero1"):
         for found in run_ranks(2, measured, name):
             (before, whole, shard), (after, _, _) = found[None][2], found[torch.float32][2]

@@ -1,4 +1,4 @@
-"""fp16 with the dynamic loss scale: when it moves, what a skipped step leaves alone, and true norms."""
+"""fp16 with a dynamic loss scale: when the scale changes, what a skipped step leaves unchanged, and unscaled norms."""
 
 import math
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def scaler(**changes: float) -> ScalerPlan:
 
 
 class Pair(nn.Module):
-    """The gradient of ``b.weight`` is its input's mean, whatever the weights are."""
+    """A module whose gradient of ``b.weight`` is its input's mean, independent of the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Step:
 
 
 def inputs(overflow: bool, rank: int) -> tuple[Tensor, Tensor]:
-    """Only the last rank sees an infinity, and only in ``b.weight``'s gradient."""
+    """Return inputs with an infinity on the last rank, which only the gradient of ``b.weight`` sees."""
     x, y = torch.full((2, 4), 0.5), torch.full((2, 4), 0.25)
     if overflow and rank == 1:
         y[:, 2] = math.inf
@@ -86,7 +86,7 @@ def follow(plan: Plan, overflows: list[int], adam: bool = False) -> list[Step]:
 
 
 @pytest.mark.parametrize("name", ["ddp", *full("zero1"), "zero2", "zero3", *full("zero3_gloo")])
-def test_contract_of_the_scale_and_skipped_steps(name: str) -> None:
+def test_loss_scale_and_skipped_steps(name: str) -> None:
     plan = PLANS[name].but(scaler=scaler())
     ranks = run_ranks(2, follow, plan, SEQUENCE, True)
     torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_contract_of_the_scale_and_skipped_steps(name: str) -> None:
 
 
 def gradient() -> dict[str, Tensor]:
-    """The mean over equal ranks, which is the same for all steps."""
+    """Return the mean gradient over the ranks, which is the same in all steps."""
     return {
         "a.weight": torch.full((3, 4), 0.5),
         "a.bias": torch.ones(3),
@@ -119,7 +119,7 @@ def gradient() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", [*full("ddp"), "zero1", *full("zero2", "zero3"), "zero3_gloo"])
 def test_defect_1_gradients_are_unscaled_before_the_scale_grows(name: str) -> None:
-    """The scale grows in every second step; upstream halves the update there."""
+    """The scale grows in every second step; the original halves the update there."""
     plan = PLANS[name].but(scaler=scaler(growth_interval=2))
     for steps in run_ranks(2, follow, plan, [0] * 6):
         assert [step.scale for step in steps] == [1024, 2048, 2048, 4096, 4096, 8192]
@@ -146,7 +146,7 @@ def test_defect_10_the_scale_and_its_counters_are_part_of_the_state() -> None:
         session.backward(session.module(*inputs(True, session.mesh.rank)))
         session.optimizer.step()
         own = session.optimizer.scaler
-        # The third overflow backs off at once, since the count of overflows was kept.
+        # The third overflow lowers the scale at once, since the state has the count of overflows.
         assert own.state_dict() == {"scale": 256.0, "overflows": 3.0, "good_steps": 0.0}
         raises(ValueError, "loss scale -1", own.load_state_dict, state["scaler"] | {"scale": -1.0})
 

@@ -1,6 +1,7 @@
-"""A backward pass fails inside a gradient accumulation: that the passes before it go with it is said.
+"""Backward passes that fail on one rank, on several or on all.
 
-A backward pass fails on one rank, on some or on all: none trains on before all have dropped it, none hangs.
+A failed pass discards the accumulated gradients, with a warning. No rank trains on before all ranks have dropped the
+pass, and none hangs.
 """
 
 import random
@@ -65,8 +66,10 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "good", "then", "direct", "ranks"), CASES)
 @on_ranks()
-def test_passes_that_go_with_a_failed_one_are_told(name: str, good: int, then: str, direct: bool, ranks: int) -> None:
-    """Warnings of a step in which a pass fails after ``good`` ones, and is made again."""
+def test_failed_pass_warns_that_gradients_are_dropped(
+    name: str, good: int, then: str, direct: bool, ranks: int
+) -> None:
+    """Check the warnings of a step in which a pass fails after ``good`` passes and is then repeated."""
     model = seeded(Net)
     with sharded(model, adam(model), PLANS[name]) as session:
 
@@ -94,7 +97,7 @@ def test_passes_that_go_with_a_failed_one_are_told(name: str, good: int, then: s
             assert "Make all passes of the step again" in only
         else:
             assert said == []
-        # Both passes were made again, and nothing of those before is left.
+        # Both passes were repeated, and no gradient of the failed try is left.
         check([session.module.state_dict()], run_plain(Net, two_passes, ranks, 1), name)
 
 
@@ -103,7 +106,7 @@ STEPS = 3
 
 
 class At(torch.autograd.Function):
-    """The identity, behind a layer; what :attr:`in_backward` says happens in its backward."""
+    """The identity after a layer; its backward calls :attr:`in_backward`."""
 
     in_backward: Callable[[int], None] = staticmethod(lambda place: None)
 
@@ -119,7 +122,7 @@ class At(torch.autograd.Function):
 
 
 class PassesNet(nn.Module):
-    """Layers of one size, which share exchange buffers."""
+    """Layers of equal size, which share exchange buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,9 +142,9 @@ class Trial:
 
     Attributes:
         fails_at: the layer whose backward raises in the first try.
-        fails_in_forward: so in its forward.
-        impatient_at: in the first try, from when on no exchange buffer is free in time.
-        naps: seconds slept behind each layer, forward and backward.
+        fails_in_forward: the layer whose forward raises in the first try.
+        impatient_at: the request from which on, in the first try, no exchange buffer is free in time.
+        naps: seconds slept after each layer, forward and backward.
     """
 
     fails_at: int | None = None
@@ -152,7 +155,7 @@ class Trial:
 
 @dataclass
 class Tries:
-    """How the tries of each step ended on this rank, and what the last step left."""
+    """How the tries of each step ended on this rank, and the state after the last step."""
 
     ends: list[list[str]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -164,7 +167,7 @@ def square(session: Session, step: int) -> Tensor:
 
 
 def train(plan: Plan, mesh: Mesh, trials: list[Trial], direct: bool, zero_first: bool) -> Tries:
-    """A trial a step, each tried until it is made."""
+    """Run one trial per step, and repeat each step until it succeeds."""
     model, tries = seeded(PassesNet), Tries()
     session = build(model, adam(model), plan, mesh)
     own = session.optimizer
@@ -200,7 +203,7 @@ def train(plan: Plan, mesh: Mesh, trials: list[Trial], direct: bool, zero_first:
 
 @dataclass
 class Run:
-    """One training run: its plan, and by rank what happens in each step."""
+    """One training run: its plan, and what happens in each step, by rank."""
 
     plan: Plan
     trials: list[list[Trial]]
@@ -210,7 +213,7 @@ class Run:
 
 
 def train_all(runs: list[Run]) -> list[Tries]:
-    """All on the mesh of the first."""
+    """Run all on the mesh of the first run."""
     with quick_patience(), one_mesh(runs[0].plan) as mesh:
         return [train(run.plan, mesh, run.trials[mesh.rank], run.direct, run.zero_first) for run in runs]
 
@@ -221,7 +224,7 @@ def plain(size: int) -> dict[str, Tensor]:
 
 
 def passes_check(runs: list[Run], size: int, timeout: float = 60.0) -> list[list[Tries]]:
-    """Every run leaves what plain training leaves, the same bits on all ranks. Its tries, by run and rank."""
+    """Check that runs end as plain training does, equally on all ranks; return their tries by run and rank."""
     expected, ranks = plain(size), run_ranks(size, train_all, runs, timeout=timeout)
     found = [list(of_run) for of_run in zip(*ranks, strict=True)]
     for run, tries in zip(runs, found, strict=True):
@@ -247,19 +250,21 @@ def plans(shared: bool | None, directory: Path) -> dict[str, Plan]:
 
 
 def over(plan: Plan, shared: bool | None) -> Plan:
-    """Over messages ranks that fail alone have to agree on gathers: who waits for one would not hear of it."""
+    """Return the plan with the transport set; over messages, ranks that fail alone have to agree on gathers."""
     return plan.but(shared_memory=shared, exchange_bytes=0, same_order=shared)
 
 
 def one_fails(size: int, who: int, trial: Trial) -> list[list[Trial]]:
-    """In each step but the first, on one rank."""
+    """Let rank ``who`` fail in each step but the first."""
     return [[Trial() if rank != who or step == 0 else trial for step in range(STEPS)] for rank in range(size)]
 
 
 @MESSAGES_IN_FULL
 def test_one_rank_fails(shared: bool | None, tmp_path: Path) -> None:
-    """It raises, then every rank does, once; then all go on. Each plan is called in one way under either
-    transport."""
+    """The failing rank raises its own error, then all ranks raise once, then training goes on.
+
+    Each plan is tested with one way of calling backward per transport.
+    """
     runs = []
     for index, (name, plan) in enumerate(plans(shared, tmp_path).items()):
         direct = (index % 2 == 0) == (shared is None)
@@ -275,7 +280,7 @@ def test_one_rank_fails(shared: bool | None, tmp_path: Path) -> None:
 
 @MESSAGES_IN_FULL
 def test_all_ranks_fail_in_program_order(shared: bool | None, tmp_path: Path) -> None:
-    """All ranks fail at one place; how far each had come by then depends on its patience."""
+    """All ranks fail in the same layer; how far each rank got depends on its patience."""
     runs = []
     for index, (name, plan) in enumerate(plans(shared, tmp_path).items()):
         impatient = (index + (shared is None)) % 2
@@ -288,8 +293,8 @@ def test_all_ranks_fail_in_program_order(shared: bool | None, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", [*full("zero1"), "zero2", *full("zero3"), "zero3_gloo"])
 @on_ranks(2)
-def test_step_or_pass_after_one_that_failed(name: str) -> None:
-    """On rank 0: is refused, since what has been reduced by then differs between ranks. Nothing changes."""
+def test_step_or_pass_after_a_failed_pass_is_refused(name: str) -> None:
+    """Nothing changes until ``zero_grad``, since ranks may have reduced different gradients by then."""
     model = seeded(PassesNet)
     with sharded(model, adam(model), PLANS[name].but(same_order=False)) as session:
         before, rank = full_state(session), session.mesh.rank
@@ -304,14 +309,15 @@ def test_step_or_pass_after_one_that_failed(name: str) -> None:
             if rank == 0:
                 raises(PeerError, "how far a failed backward pass came", lambda: session.optimizer.zero_grad())
             session.optimizer.zero_grad()
-            session.optimizer.step()  # of nothing
+            session.optimizer.step()  # a step without gradients
             assert full_state(session) == before
 
 
 @pytest.mark.parametrize("direct", [True, *full(False)])
 @on_ranks(2)
-def test_updates_in_place_of_a_pass_that_failed_are_refused_until_a_load(direct: bool) -> None:
-    """Rank 0 fails where updates were made already."""
+def test_failed_pass_with_early_updates_requires_a_load(direct: bool) -> None:
+    """Rank 0 fails after ``update="backward"`` has updated some parameters; training is refused until a state is
+    loaded."""
     model = seeded(PassesNet)
     with sharded(model, adam(model), zero(3).but(update="backward")) as session:
         own, rank = session.optimizer, session.mesh.rank
@@ -321,7 +327,7 @@ def test_updates_in_place_of_a_pass_that_failed_are_refused_until_a_load(direct:
         with pytest.raises(PeerError if rank else ZeroDivisionError):
             loss.backward() if direct else session.backward(loss)
         At.in_backward = staticmethod(lambda place: None)  # type: ignore[assignment]
-        if rank == 0:  # the other one is in the pass still
+        if rank == 0:  # the other rank is still in the pass
             raises(PeerError, None, own.zero_grad)
         own.zero_grad()
         assert "update='backward'" in raises(RuntimeError, "load a checkpoint", square, session, 5)
@@ -335,11 +341,11 @@ def test_updates_in_place_of_a_pass_that_failed_are_refused_until_a_load(direct:
         assert_close(session.module.state_dict(), plain(2), 1e-11, "after the load")
 
 
-# ---- at random
+# ---- random failures
 
 
 def at_random(seed: int, size: int, shared: bool | None, directory: Path) -> Run:
-    """A plan, and what happens to each rank in each step: failures, delays, impatience."""
+    """Return a plan and what happens to each rank in each step: failures, delays, impatience."""
     draw = random.Random(seed)
     choices = plans(shared, directory)
     if size == 4:
@@ -379,7 +385,7 @@ def test_at_random(shared: bool | None, tmp_path: Path) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("start", range(0, 60, 20))
-def test_at_random_widely(size: int, shared: bool | None, start: int, tmp_path: Path) -> None:
+def test_at_random_on_other_meshes(size: int, shared: bool | None, start: int, tmp_path: Path) -> None:
     runs = [at_random(1000 * size + start + each, size, shared, tmp_path) for each in range(20)]
     for hybrid in (False, True):  # another mesh
         of_mesh = [run for run in runs if (run.plan.mesh.dp_replicate == 2) == hybrid]

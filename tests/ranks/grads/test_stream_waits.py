@@ -1,6 +1,6 @@
-"""Ranks on different branches over groups whose waits are queued on a GPU: nothing waits for itself.
+"""Ranks that take different branches, over process groups whose waits are queued on a GPU stream: no deadlock.
 
-The note in :mod:`shardwise.core.shards.gather_order` has the argument; here it is tried.
+The note in :mod:`shardwise.core.shards.gather_order` has the argument; these tests simulate the streams.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.core.comm import Handle, NativeGroup
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.gather import ChunkPool
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import Breaks, adam, data, one_mesh, plain_steps, seeded, sharded
@@ -36,33 +36,33 @@ STEPS = 10
 
 
 def alone(plan: Plan, steps: int, differ: bool) -> Program:
-    """A wrong way: each rank begins reductions when its own gradients are there, and its stream waits for them."""
+    """Do it wrongly: each rank starts reductions when its own gradients are there, and its stream waits for them."""
     with mock.patch.object(Reducer, "begin_in", lambda *_: None):
         return train_on(QueuedGroup, plan, steps, differ)[1]
 
 
 def check(found: list[tuple[dict[str, Tensor], Program]], steps: int = STEPS, differ: bool = True) -> None:
-    """No program waits for itself, and all have the parameters of plain training."""
+    """Check that no stream waits for itself, and that the parameters are those of plain training."""
     assert stuck([program for _, program in found]) == []
     for rank, (state, _) in enumerate(found):
         assert_close(state, plain(len(found), steps, differ), 1e-9, f"rank {rank} of {len(found)}")
 
 
 @pytest.mark.parametrize(("prefetch", "size"), [(1, 3), *full((0, 2), (2, 2), (0, 3), (1, 2), (2, 3))])
-def test_branches_that_differ_close_no_cycle(size: int, prefetch: int) -> None:
+def test_different_branches_do_not_deadlock(size: int, prefetch: int) -> None:
     found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch, same_order=False), STEPS, True)
     assert begun_apart([program for _, program in found]) == []
     check(found)
 
 
-def test_a_rank_that_begins_reductions_alone_closes_one() -> None:
-    """The tests above can fail."""
+def test_reductions_that_a_rank_starts_alone_deadlock() -> None:
+    """Show that the test above can fail."""
     programs = run_ranks(2, alone, zero(3).but(same_order=False), STEPS, True)
     assert stuck(programs) and begun_apart(programs)
 
 
 class Layer(nn.Module):
-    """A unit with a part that a rank may leave out."""
+    """A unit with a part that a rank may skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Layers(nn.Module):
 
 
 def leaves_out(passes_by: bool, at: int, passes: int) -> tuple[Program, dict[str, Tensor]]:
-    """In step ``at`` rank 1 leaves out a part of one layer in the first pass, in program order."""
+    """In step ``at``, rank 1 skips a part of one layer in the first pass, in program order."""
     plan = zero(3)
     stays = contextlib.nullcontext() if passes_by else mock.patch.object(Reducer, "pass_by", lambda *_: None)
     with queued() as program, stays:
@@ -100,8 +100,8 @@ def leaves_out(passes_by: bool, at: int, passes: int) -> tuple[Program, dict[str
 
 
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle(at: int) -> None:
-    """In the first step nothing is known of the order."""
+def test_parameter_that_one_rank_skips_does_not_deadlock(at: int) -> None:
+    """In the first step the order of gathers is not known yet."""
     model = seeded(Layers)
 
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -116,7 +116,7 @@ def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle(at: int) -> None:
 
 
 class Blind(QueuedGroup):
-    """In a pass that fails no host waits for a gather: nobody reads what it brings."""
+    """Gather without host waits: in a failing pass the host waits for no gather, since the values are not read."""
 
     failing = False
 
@@ -129,7 +129,7 @@ class Blind(QueuedGroup):
 
 
 def fails_apart(in_time: bool) -> tuple[Program, dict[str, Tensor]]:
-    """In step 1 rank 0 fails in backward two layers before rank 1, which has gathered and reduced these."""
+    """In step 1, rank 0 fails in backward two layers before rank 1, which has gathered and reduced these."""
     make_up, catch_up = ChunkPool.make_up, ChunkPool.catch_up
 
     def late(pool: ChunkPool) -> None:
@@ -155,7 +155,7 @@ def fails_apart(in_time: bool) -> tuple[Program, dict[str, Tensor]]:
             return program, session.module.state_dict()
 
 
-def test_ranks_that_fail_apart_close_no_cycle_when_they_drop_the_pass() -> None:
+def test_ranks_that_fail_in_different_layers_do_not_deadlock() -> None:
     check([(state, program) for program, state in run_ranks(2, fails_apart, True)], 3, False)
     assert stuck([program for program, _ in run_ranks(2, fails_apart, False)]), "the test cannot fail"
 
@@ -164,7 +164,7 @@ def test_ranks_that_fail_apart_close_no_cycle_when_they_drop_the_pass() -> None:
     ("prefetch", "same_order"), [(0, None), *full((1, False), (2, None), (0, False), (1, None), (2, False))]
 )
 def test_reductions_begin_while_backward_runs(same_order: bool | None, prefetch: int) -> None:
-    """Where all do the same, a buffer is free again when the layer after the next one needs it."""
+    """If all ranks do the same, a buffer is free again when the layer after the next one needs it."""
     ranks = run_ranks(2, count_begun, zero(3).but(same_order=same_order, prefetch=prefetch), 4)
     for begun, copied in ranks:
         assert begun == [LAYERS] * 4, "all before their end is agreed on"
@@ -172,7 +172,7 @@ def test_reductions_begin_while_backward_runs(same_order: bool | None, prefetch:
 
 
 def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
-    """For each pass, how many reductions had begun when backward ended, and how many gradients had no buffer."""
+    """Return, by pass, how many reductions had started when backward ended, and how many gradients had no buffer."""
     begun, copied = [], [0]
     finish, assign = Reducer.finish, Reducer._assign_bucket
 

@@ -1,4 +1,4 @@
-"""Patience that ends at a chosen place, and short patience."""
+"""Wait policies for tests: patience that ends at a chosen place, and short patience."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 
 QUICK_S = 0.004
-"""Peers of an impatient rank wait in vain; here not for long."""
+"""Peers of an impatient rank wait without success; here they give up soon."""
 
 
 class Impatient:
-    """Stands before one reducer's exchange buffers: lets patience end at a place of the caller's choice.
+    """Wraps one reducer's exchange buffers, and ends its patience where the caller says.
 
     Attributes:
-        at: in a pass, the first time that backward asks for a buffer and gets none; ``None``: nothing is changed.
-        rest: so at all later times of that pass, too.
-        seen: how often it has asked in this pass.
-        fired: how often it got none for that reason.
+        at: the first request of backward in a pass that gets no buffer; ``None`` changes nothing.
+        rest: whether all later requests of that pass get none, too.
+        seen: how many requests there were in this pass.
+        fired: how many of them got no buffer for that reason.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -31,7 +31,7 @@ class Impatient:
         reducer._take_bucket = self._asked  # type: ignore[method-assign]
 
     def arm(self, at: int | None, rest: bool) -> None:
-        """For the next pass."""
+        """Set the request for the next pass."""
         self.at, self.rest, self.seen, self.fired = at, rest, 0, 0
 
     def _asked(self, state: ChunkGrads) -> Buffer | None:
@@ -45,6 +45,6 @@ class Impatient:
 
 @contextlib.contextmanager
 def quick_patience() -> Iterator[None]:
-    """Inside, backward waits :data:`QUICK_S` for a buffer."""
+    """Make backward wait :data:`QUICK_S` for a buffer inside this context."""
     with mock.patch.multiple(waits, SHORT_S=QUICK_S, FIRST_S=QUICK_S, LONGEST_S=QUICK_S):
         yield

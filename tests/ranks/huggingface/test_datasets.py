@@ -1,5 +1,7 @@
-"""``datasets``, mapped and streamed, divided over two ranks in each way that there is: every row once, and training on
-them equals a plain loop over what the ranks had together (fp32, within 1e-6)."""
+"""``datasets``, mapped and streamed, split over two ranks in every supported way.
+
+Every row is read once, and training equals a plain loop over the ranks' rows (fp32, within 1e-6).
+"""
 
 from typing import Any
 
@@ -49,7 +51,7 @@ def net() -> nn.Module:
 
 @on_ranks(RANKS, timeout=200.0)
 @pytest.mark.parametrize("way", WAYS)
-def test_rows_are_divided_and_train_as_in_one_process(way: str) -> None:
+def test_rows_are_split_and_train_as_in_one_process(way: str) -> None:
     from shardwise.huggingface import ShardwiseAccelerator
 
     model, plain, data, seen = net(), net(), rows()[:], []

@@ -1,6 +1,5 @@
-"""TRL's own trainers with a DeepSpeed configuration, in a program that does not know us, against those without one.
-
-``accelerate launch`` with a DeepSpeed configuration, of a program that does not know us, against plain PyTorch.
+"""Programs that do not import shardwise, under a DeepSpeed configuration, compared with plain runs:
+TRL's trainers, and a program started by ``accelerate launch``.
 """
 
 import json
@@ -84,7 +83,7 @@ def run(program: Path, kind: str, config: str, *launch: str) -> tuple[list[list[
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["SFT", *campaign("DPO")])
 def test_trainers_of_trl_under_deepspeed(kind: str, tmp_path: Path) -> None:
-    """Adapters by SFT, and whole weights by DPO with a reference that is sharded, too."""
+    """SFT trains adapters; DPO trains all weights with a reference model that is sharded, too."""
     for needed in ("trl", "datasets"):
         pytest.importorskip(needed, reason="pip install 'shardwise[trl]'")
     (tmp_path / "program.py").write_text(PROGRAM.replace("insert(0, ROOT)", f"insert(0, {str(ROOT)!r})"))
@@ -152,7 +151,7 @@ def plain() -> dict[str, Tensor]:
 
 
 @pytest.mark.full
-def test_a_program_is_launched_and_trains_as_a_plain_one(tmp_path: Path) -> None:
+def test_launched_program_trains_as_a_plain_one(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(LAUNCH_PROGRAM)
     (tmp_path / "ds.json").write_text(FILE)
     given = ["--use_deepspeed", "--num_processes", "2", "--deepspeed_config_file", "ds.json"]

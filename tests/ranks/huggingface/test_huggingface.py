@@ -1,7 +1,7 @@
-"""shardwise.huggingface on two ranks against the plain Trainer, or a plain loop, in one process on the same data.
+"""``shardwise.huggingface`` on two ranks, compared with the plain Trainer or a plain loop in one process.
 
-The model computes in fp32 without dropout; losses, gradient norms, rates and weights agree within 1e-5 (relative to
-each tensor's largest element), since sums over a batch are made in another order.
+The model computes in fp32 without dropout; losses, gradient norms, learning rates and weights agree within 1e-5
+(relative to each tensor's largest element), since sums over a batch are added in another order.
 """
 
 import errno
@@ -42,7 +42,7 @@ KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss")
 
 
 def outcome(trainer: Any, folder: str, resume: Any = None) -> Outcome:
-    """The numbers that were logged, and the weights as ``from_pretrained`` reads them."""
+    """The logged numbers, and the weights as ``from_pretrained`` reads them."""
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(folder)
     history = [{key: entry[key] for key in KEYS if key in entry} for entry in trainer.state.log_history]
@@ -52,7 +52,7 @@ def outcome(trainer: Any, folder: str, resume: Any = None) -> Outcome:
 
 
 def plain_trainer(folder: str) -> Outcome:
-    """24 training rows are three batches of 8: the last update of an epoch has one pass."""
+    """Return a plain Trainer; 24 training rows are three batches of 8, so the last update of an epoch has one pass."""
     from transformers import Trainer
 
     with launched(), quiet():
@@ -85,7 +85,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Outcome]]:
-    """A whole run at stage 3, and where its checkpoints are."""
+    """Train without interruption at stage 3; return the outcome and the directory of checkpoints."""
     folder = str(tmp_path_factory.mktemp("straight"))
     return folder, run_ranks(RANKS, sharded_trainer, "zero3", folder, timeout=120.0)
 
@@ -95,30 +95,31 @@ def test_the_trainer_equals_the_plain_one_at_stage_3(
 ) -> None:
     for found in straight[1]:
         check(found, plain[1])
-    assert min(entry["grad_norm"] for entry in plain[1][0] if "grad_norm" in entry) > 0.1  # something is clipped
+    assert min(entry["grad_norm"] for entry in plain[1][0] if "grad_norm" in entry) > 0.1  # clipping changes something
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "resumes"), [("ddp", ""), ("zero1", "straight"), ("zero3", "plain")])
-def test_the_trainer_equals_the_plain_one_and_goes_on_from_others(
+def test_the_trainer_equals_the_plain_one_and_resumes_other_checkpoints(
     name: str, resumes: str, plain: tuple[str, Outcome], straight: tuple[str, list[Outcome]], tmp_path: Path
 ) -> None:
-    """From the checkpoint of the plain Trainer, and of another plan."""
+    """It resumes the plain Trainer's checkpoint, and one of another plan."""
     folders = {"": None, "plain": f"{plain[0]}/checkpoint-2", "straight": f"{straight[0]}/checkpoint-2"}
     for found in run_ranks(RANKS, sharded_trainer, name, str(tmp_path), folders[resumes], timeout=120.0):
         check(found, plain[1])
 
 
-def test_resuming_equals_a_straight_run_bit_for_bit(straight: tuple[str, list[Outcome]], tmp_path: Path) -> None:
+def test_resuming_equals_an_uninterrupted_run_bit_for_bit(straight: tuple[str, list[Outcome]], tmp_path: Path) -> None:
     checkpoint, expected = f"{straight[0]}/checkpoint-2", straight[1][0]
     for found in run_ranks(RANKS, sharded_trainer, "zero3", str(tmp_path), checkpoint, timeout=120.0):
         assert_close(found[1], expected[1], 0.0, "resumed")
-        assert found[0] == expected[0]  # the history of before is in the checkpoint
+        assert found[0] == expected[0]  # the checkpoint has the log history
 
 
 @on_ranks(RANKS, timeout=120.0)
 def test_the_best_model_is_loaded_and_training_goes_on(tmp_path: Path) -> None:
-    """The best is the first here, since its loss is the larger; then training a second time with the same trainer."""
+    """The first model is the best one here, since a larger loss is set to be better; the same trainer then trains
+    again."""
     folder = str(tmp_path)
     with launched(), quiet():
         options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
@@ -149,7 +150,7 @@ def in_bf16(folder: str) -> Outcome:
 def test_bf16_has_fp32_masters(plain: tuple[str, Outcome], tmp_path: Path) -> None:
     for history, saved in run_ranks(RANKS, in_bf16, str(tmp_path), timeout=120.0):
         check((history, {}), (plain[1][0], {}), 0.05)
-        # Values between those of bf16, so they are the masters'.
+        # Values between two bf16 numbers can only come from the masters.
         assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
 
 
@@ -158,15 +159,15 @@ def test_bf16_has_fp32_masters(plain: tuple[str, Outcome], tmp_path: Path) -> No
 def test_the_example(tmp_path: Path) -> None:
     with launched(), quiet():
         main = runpy.run_path(str(EXAMPLE))["main"]
-        for steps in ("6", "8"):  # the second run goes on from the first one's checkpoint
+        for steps in ("6", "8"):  # the second run resumes the first one's checkpoint
             trainer = main(["--steps", steps, "--output", str(tmp_path)])
             trainer.accelerator.close()
         losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert losses[-1] < 5.0  # of log(256) = 5.5
+    assert losses[-1] < 5.0  # less than log(256) = 5.5
     assert (tmp_path / "checkpoint-8" / "shardwise").is_dir()
 
 
-# ---- saving that fails
+# ---- saving fails
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -174,20 +175,20 @@ def content(path: Path) -> dict[str, bytes]:
 
 
 def full_disk(trainer: Any, directory: str, **how: Any) -> None:
-    """In the place of ``save_pretrained``: one of the files is cut off."""
+    """Replaces ``save_pretrained``: one of the files is truncated."""
     type(trainer.model).save_pretrained(trainer.model, directory, **how)
     os.truncate(Path(directory) / "model.safetensors", 100)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
 
 
 @on_ranks(RANKS, timeout=120.0)
-def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    """Writing that fails in other ways: tests/ranks/checkpoint/test_output_files.py."""
+def test_failed_saving_leaves_the_old_model(tmp_path: Path) -> None:
+    """tests/ranks/checkpoint/test_output_files.py has other failures of writing."""
     path = tmp_path / "run"
     with launched(), quiet():
         trainer = make(str(path), zero(3), eval_strategy="no", max_steps=1)
         trainer.train()
-        trainer.save_model()  # beside the checkpoints, where it is saved by default
+        trainer.save_model()  # next to the checkpoints, the default place
         state = trainer.session.module.state_dict()
         trainer.session.module.load_state_dict({name: 2 * value for name, value in state.items()})
         before, number = content(path), path.stat().st_ino
@@ -241,7 +242,7 @@ def plain_loop() -> tuple[dict[str, Tensor], list[float]]:
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
                 optimizer.step()
                 optimizer.zero_grad()
-                for _ in range(RANKS):  # accelerate steps it once a process
+                for _ in range(RANKS):  # accelerate steps the scheduler once per process
                     schedule.step()
     return dict(model.state_dict()), norms
 
@@ -290,7 +291,7 @@ def test_accelerate_equals_a_plain_loop(name: str, tmp_path: Path) -> None:
             assert_close(state, expected if dist.get_rank() == 0 else {}, RTOL, "accelerate")
         loader = again.accelerator.prepare(DataLoader(points()[:7], 2))
         gathered = [again.accelerator.gather_for_metrics(inputs).shape[0] for inputs, _ in loader]
-        assert sum(gathered) == 7  # what was added to make the ranks' shares equal is left out
+        assert sum(gathered) == 7  # without the rows that were added to give the ranks equal shares
         again.accelerator.save_model(again.model, tmp_path / "model")
         dist.barrier()
         for each in (prepared, again):
@@ -299,7 +300,7 @@ def test_accelerate_equals_a_plain_loop(name: str, tmp_path: Path) -> None:
 
 
 @on_ranks(RANKS)
-def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+def test_unsupported_combinations_are_refused(tmp_path: Path) -> None:
     from shardwise.huggingface import ShardwiseAccelerator, ShardwiseTrainer
 
     folder = str(tmp_path)
@@ -312,7 +313,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
 
     with launched(), warnings.catch_warnings(action="ignore"):
         generating = arguments(folder, 4)
-        generating.use_vllm = True  # as TRL's have it
+        generating.use_vllm = True  # as TRL sets it
         accelerator, half, model = accelerator_of(zero(3)), accelerator_of(zero(3, torch.float16)), net()
         accelerator.prepare(first := net(), sgd(first))
         scaled, _ = half.prepare(model, sgd(model))

@@ -1,8 +1,7 @@
-"""peft's adapters on models sharded over two ranks, against the same calls on a whole model: equal in fp32 to 1e-6.
+"""peft adapters on models sharded over two ranks, compared with an unsharded model (equal in fp32 to 1e-6).
 
-What has to happen before a model is sharded is an error that says so.
-
-``load_best_model_at_end`` and resuming of adapters (peft) that are sharded: what the file has, to the bit.
+Calls that must come before the model is sharded raise an error that says so. ``load_best_model_at_end`` and resuming
+load adapters bit for bit.
 """
 
 import math
@@ -35,7 +34,7 @@ def config(**changes: Any) -> Any:
 
 
 def adapted(*more: str, **changes: Any) -> Any:
-    """GPT-2 with an adapter, or several by name, that change what it computes."""
+    """Return GPT-2 with one adapter, or several by name, that change its outputs."""
     from peft import get_peft_model
 
     torch.manual_seed(3)
@@ -58,7 +57,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[Tens
 
 
 class Both:
-    """A model on two ranks and the same whole one, trained alike for a step."""
+    """A model on two ranks and the same model unsharded, both trained for a step."""
 
     def __init__(self, make: Callable[[], Any], stage: int) -> None:
         self.model, self.plain = make(), make()
@@ -83,7 +82,7 @@ class Both:
 
 
 def switched(stage: int) -> None:
-    """Adapters are switched off and on, exchanged, merged and taken out again; a layer is trained whole."""
+    """Disable and enable adapters, switch, merge and unmerge them; train a layer in full."""
     both = Both(lambda: adapted(modules_to_save=["lm_head"]), stage)
     with both.session.module.disable_adapter(), both.plain.disable_adapter():
         both.agree()
@@ -129,7 +128,7 @@ def saved_and_loaded(stage: int, folder: str) -> None:
     for each in (own, gathered):
         both.agree(PeftModel.from_pretrained(gpt2(), each))
     again = Both(adapted, stage)
-    again.step()  # elsewhere
+    again.step()  # from another directory
     with again.session.module.gathered(write_back=True):
         again.model.load_adapter(own, "default")
     again.agree(both.plain)
@@ -144,7 +143,7 @@ def saved_and_loaded(stage: int, folder: str) -> None:
         {k: v for k, v in both.plain.state_dict().items() if "lora_" in k}, strict=False
     )
     again.agree(both.plain)
-    # One that came later is for evaluation: each rank has all of it.
+    # An adapter that was added later is for evaluation: each rank has all of it.
     base = Both(gpt2, stage)
     with base.session.module.gathered(write_back=True):
         later = PeftModel.from_pretrained(base.model, own)
@@ -170,8 +169,8 @@ def refused(stage: int, folder: str) -> None:
     both.close()
     both = Both(adapted, stage)
     both.model.add_adapter("other", config())
-    both.step()  # it is not in use
-    if stage == 3:  # peft reads the state first, which no rank has whole
+    both.step()  # it is not active
+    if stage == 3:  # peft reads the state first, which no rank has in full
         words = r"state_dict\(\) of the sharded PeftModel itself would[\s\S]*inside its gathered\("
         raises(RuntimeError, words, both.model.load_adapter, own, "default")
     else:
@@ -189,7 +188,7 @@ def refused(stage: int, folder: str) -> None:
 
 @on_ranks(2, timeout=300.0)
 @pytest.mark.parametrize("stage", [*full(2), 3])
-def test_adapters_of_a_sharded_model_are_those_of_a_whole_one(stage: int, tmp_path: Path) -> None:
+def test_adapters_of_a_sharded_model_equal_those_of_an_unsharded_one(stage: int, tmp_path: Path) -> None:
     with quiet():
         switched(stage)
         saved_and_loaded(stage, str(tmp_path))
@@ -201,7 +200,7 @@ pytest.importorskip("transformers")
 
 
 def trainer_of(folder: str, plan: Plan, several: bool) -> Any:
-    """The first checkpoint is the best one: losses fall, and the largest is asked for."""
+    """Return a trainer whose first checkpoint counts as the best: losses fall, and the largest is the best here."""
     from peft import LoraConfig, get_peft_model
 
     from shardwise.huggingface import ShardwiseTrainer
@@ -242,7 +241,7 @@ def test_the_best_adapter_is_loaded(plan: Plan, several: bool, tmp_path: Path) -
         loss = trainer.evaluate()["eval_loss"]
         then = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
         assert loss == pytest.approx(then, rel=1e-6) and math.isfinite(loss)
-        # The model is sharded already: resuming puts the last one back, and there is nothing left to do.
+        # The model is sharded already: resuming loads the last checkpoint, and no step is left to train.
         trainer.args.load_best_model_at_end = False
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
         trainer.save_model(f"{folder}/resumed")
@@ -252,5 +251,5 @@ def test_the_best_adapter_is_loaded(plan: Plan, several: bool, tmp_path: Path) -
     key = next(key for key in best if "lora_B" in key)
     assert not torch.equal(best[key], last[key])
     assert_close(saved, best, 0.0, "the best adapter")
-    # The file has the masters' values, and they are loaded.
+    # The file has the masters' values, and these are loaded.
     assert not bf16 or any(not torch.equal(each, each.bfloat16().float()) for each in saved.values())

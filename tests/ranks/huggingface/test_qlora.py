@@ -1,4 +1,4 @@
-"""Adapters over packed weights of bitsandbytes on two ranks: bit for bit what one process trains, and saves.
+"""QLoRA: adapters over packed weights of bitsandbytes on two ranks train and save bit for bit as in one process.
 
 Source: Dettmers et al., arXiv 2305.14314; transformers' ``BitsAndBytesConfig``; peft's
 ``prepare_model_for_kbit_training``.
@@ -40,7 +40,7 @@ for needed in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(needed)
 
 RANKS = 2
-Way = tuple[int, int, bool, bool]  # bits, stage, on a disk, activations made again
+Way = tuple[int, int, bool, bool]  # bits, stage, whether on a disk, whether activations are recomputed
 SAVED: list[Way] = [(4, 3, False, True), (8, 3, False, True)]
 OTHERS: list[Way] = [
     (4, 0, False, True),
@@ -56,7 +56,7 @@ Ended = tuple[list[float], State, Tensor]
 
 
 def trained(model: nn.Module, backward: Callable[[Tensor], object], optimizer: Any) -> Ended:
-    """Losses, the state, and the logits of an evaluation, for which layers may pack their weights in another order."""
+    """Return losses, the state, and logits of an evaluation, where layers may pack their weights in another order."""
 
     def update() -> None:
         optimizer.step()
@@ -71,12 +71,12 @@ def trained(model: nn.Module, backward: Callable[[Tensor], object], optimizer: A
 
 def plainly(where: str, bits: int, checkpointing: bool) -> Ended:
     model = adapted(where, bits, checkpointing)
-    packs_for_evaluation(model, False)  # theirs takes whole blocks a row alone, and computes in bf16
+    packs_for_evaluation(model, False)  # the kernel of bitsandbytes wants full blocks per row, and computes in bf16
     return trained(model, lambda loss: loss.backward(), adamw(model))
 
 
 def packs_for_evaluation(model: nn.Module, packs: bool) -> None:
-    """As on a CPU where bitsandbytes does, or does not, whatever this one is."""
+    """Pretend that the CPU is, or is not, one on which bitsandbytes packs weights for evaluation."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = packs
@@ -108,7 +108,7 @@ def on_rank(where: str, folder: str, ways: list[Way], wanted: dict[tuple[int, bo
 
 
 def save_as_theirs(session: Session, where: str, folder: str, bits: int) -> None:
-    """The adapter alone; and a base, whose packed weights transformers asks the model itself for."""
+    """Save the adapter alone, and a base model, whose packed weights transformers requests from the model."""
     state, first = session.module.state_dict(), session.mesh.rank == 0
     if first:
         session.module.unwrap().save_pretrained(os.path.join(folder, f"adapter-{bits}"), state_dict=state)
@@ -122,7 +122,7 @@ def save_as_theirs(session: Session, where: str, folder: str, bits: int) -> None
 
 
 def formula(bits: int, stage: int) -> int:
-    """Bytes of parameters on a rank: packed numbers, fp32 of the rest, what is trained."""
+    """Return the bytes of parameters on a rank: packed numbers, the other parameters in fp32, and the trained ones."""
     square, narrow, wide = HIDDEN * HIDDEN, HIDDEN * HIDDEN // 2, HIDDEN * INNER
     weights = LAYERS * (2 * square + 2 * narrow + 3 * wide) * bits // 8
     others = 4 * (2 * VOCABULARY * HIDDEN + (2 * LAYERS + 1) * HIDDEN)
@@ -141,7 +141,7 @@ def test_packed_weights_are_sharded_and_adapters_train_as_in_one_process(ways: l
 
 
 def back_again(where: str, folder: str, saved: dict[int, State]) -> None:
-    """What two ranks saved, in one process: by ours, by peft and by transformers; and what is refused."""
+    """Load what two ranks saved in one process, by shardwise, peft and transformers; check what is refused."""
     from peft import PeftModel
 
     with silent():
@@ -175,7 +175,7 @@ def refused(session: Session, state: State) -> None:
         )
 
 
-def test_the_page_says_how(tmp_path: Path) -> None:
+def test_example_of_the_docs_page(tmp_path: Path) -> None:
     page = Path(__file__).parents[3] / "docs" / "lora.md"
     block = page.read_text("utf-8").split("## QLoRA")[1].split("```python\n")[1].split("```")[0]
     with silent():
@@ -191,7 +191,7 @@ def test_the_page_says_how(tmp_path: Path) -> None:
 
 
 def boosted(where: str, bits: int) -> None:
-    """Packed by the Booster: the weights are those that ``from_pretrained`` packs, and it trains as these do."""
+    """Let the Booster pack the weights: they equal those of ``from_pretrained``, and train in the same way."""
     from accelerate.utils import BnbQuantizationConfig
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM

@@ -1,8 +1,8 @@
-"""TRL's SFT and DPO trainers against the same in one process without a plan, on ``datasets``.
+"""TRL's SFT and DPO trainers with a plan, on ``datasets``, compared with the same trainers in one process.
 
-Full weights, and LoRA with a layer that is trained whole; DPO with a reference model, also one that follows, and with
-the adapter switched off in its place. What is logged agrees within 1e-5 (relative) in fp32, what is saved within 1e-5
-of each tensor's largest element.
+Covers full weights and LoRA with a fully trained layer; DPO with a fixed reference model, with one that follows the
+policy, and with the adapter disabled as reference. Logged values agree within 1e-5 (relative) in fp32, saved weights
+within 1e-5 of each tensor's largest element.
 """
 
 import copy
@@ -26,7 +26,7 @@ from tests.support.trl_setup import llama, rows, tokenizer
 RTOL = 1e-5
 SYNC = ("DPO with a reference that follows", False)
 CASES = [*((kind, lora) for kind in ("SFT", "DPO") for lora in (False, True)), SYNC]
-Run = tuple[int, tuple[str, bool]]  # a stage, and what is trained how
+Run = tuple[int, tuple[str, bool]]  # stage, and how the model is trained
 REFERENCE: list[Run] = [(3, CASES[2])]
 OTHERS: list[Run] = [*((3, case) for case in CASES if case != CASES[2]), (2, CASES[0]), (2, CASES[3])]
 ONE: list[Run] = [(3, CASES[3])]
@@ -38,7 +38,8 @@ Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
 
 @mock.patch.dict(os.environ, HF_HUB_OFFLINE="1")
 def train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
-    """What is logged at each step, and what is saved; ``stage`` ``None``: TRL's own trainer, in one process."""
+    """Return the logged values of each step and the saved weights; with ``stage=None`` TRL's own trainer in one
+    process."""
     import trl
     from peft import LoraConfig
     from safetensors.torch import load_file
@@ -85,7 +86,7 @@ def on_rank(folder: str, runs: Sequence[Run]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("runs", [REFERENCE, *full(OTHERS)], ids=["a reference", "others"])
-def test_trl_trains_sharded_what_it_trains_in_one_process(runs: list[Run], tmp_path: Path) -> None:
+def test_trl_trains_sharded_as_in_one_process(runs: list[Run], tmp_path: Path) -> None:
     for needed in ("trl", "datasets"):
         pytest.importorskip(needed, reason="pip install 'shardwise[trl]'")
     wanted = {case: train(*case, f"{tmp_path}/{case}-plain", None) for case in {case for _, case in runs}}

@@ -1,4 +1,8 @@
-"""Where the library waits is found in its sources; a few places that are taken out are found on the late device."""
+"""``tests.late``: every wait of the library is in the list of places, and removing a wait is detected on the late
+device.
+
+A few places are removed here; ``python -m tests.late.mutations`` removes all of them.
+"""
 
 import tokenize
 from collections.abc import Iterator
@@ -14,7 +18,7 @@ from tests.support.sets import full
 
 
 def _calls_of(path: Path) -> Iterator[str]:
-    """Names of calls, by tokens: what a search in the text would find, but for strings and comments."""
+    """Yield the names of calls, found by tokens: as a text search would, but without strings and comments."""
     with tokenize.open(path) as file:
         tokens = [t for t in tokenize.generate_tokens(file.readline) if t.type in (tokenize.NAME, tokenize.OP)]
     for before, name, behind in zip(tokens, tokens[1:], tokens[2:], strict=False):
@@ -22,8 +26,8 @@ def _calls_of(path: Path) -> Iterator[str]:
             yield name.string
 
 
-def test_no_call_is_overlooked() -> None:
-    """Each call of such a name stands in a function that is looked at, or in the body of a file."""
+def test_list_of_places_is_complete() -> None:
+    """Each call of a listed name is in a function that is examined, or at module level."""
     every = [*places(), *places(counted=False)]
     for path in sorted(ROOT.rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
@@ -32,11 +36,11 @@ def test_no_call_is_overlooked() -> None:
 
 
 @pytest.mark.parametrize("entry", ELSEWHERE, ids=lambda entry: " ".join(entry[:3]))
-def test_what_is_left_out_is_there(entry: tuple[str, str, str, str]) -> None:
+def test_excluded_places_exist(entry: tuple[str, str, str, str]) -> None:
     assert any(elsewhere(place, entry) for place in places(counted=False))
 
 
-def test_each_place_can_be_taken_out_and_noted() -> None:
+def test_each_place_can_be_removed_and_noted() -> None:
     chosen = places()
     with noted(chosen) as numbers:
         assert not numbers and len({str(place) for place in chosen}) == len(chosen)
@@ -51,7 +55,9 @@ def _named(text: str) -> Scenario:
 
 FOUND = {
     "core/shards/chunk.py Chunk.arrive: self.pending.wait()": "written after forward (1 rank)",
-    "core/shards/source.py MemorySource.gather: behind_current(out.device, self._uploads)": "early_host (2 ranks)",
+    "core/shards/shard_memory.py MemorySource.gather: behind_current(out.device, self._uploads)": (
+        "early_host (2 ranks)"
+    ),
     "core/comm/compressed.py CompressedGroup._reduce: Lent(received, sent.local)": "eight_bits (2 ranks)",
     "core/comm/link.py Message.wait: self._work.wait()": "parts of sequences, ring (2 ranks)",
     "core/comm/native.py _Launched.wait: work.wait()": "axis of parts (2 ranks)",
@@ -61,10 +67,12 @@ FOUND = {
     "core/base/device.py SideCopy.__init__: stream.record_event()": "side copies (1 rank)",
     "core/base/device.py SideCopy.wait: recorded(self._out, reader)": "side copies (1 rank)",
     "core/base/device.py _unlock: locked_by.synchronize(device)": "locked memory (1 rank)",
-    "core/engine/values.py Values.settle: self.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
-    "core/shards/pool.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
+    "core/engine/parameters.py ParameterValues.settle: self.pool.settle()": (
+        "renewed, state in the compute dtype (2 ranks)"
+    ),
+    "core/shards/gather.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
 }
-"""Places, and the quickest scenario that finds each: one of every kind."""
+"""Places of every kind, with the quickest scenario that detects the removal of each."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +85,7 @@ QUICK = [place for place, scenario in FOUND.items() if scenario.endswith("(1 ran
 
 
 @pytest.mark.parametrize("place", [*QUICK, *full(*(place for place in FOUND if place not in QUICK))])
-def test_a_wait_that_is_taken_out_is_found(pools: dict[int, RankPool], place: str) -> None:
+def test_removed_wait_is_detected(pools: dict[int, RankPool], place: str) -> None:
     (chosen,) = (each for each in places() if str(each) == place)
     scenario = _named(FOUND[place])
     found = [each for seed in (0, 1) for each in pools[scenario.ranks].run(run_without, chosen, scenario, seed)]

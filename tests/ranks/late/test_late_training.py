@@ -1,4 +1,4 @@
-"""The engine on the late device gives what plain PyTorch gives, with every seed."""
+"""Training on the late device (streams that run later than the host) equals plain PyTorch, with every seed."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,13 +14,13 @@ from tests.support.late_setup import Found
 from tests.support.sets import campaign, full
 
 SEEDS = range(4)
-"""One of each kind of order."""
+"""One seed for each kind of order."""
 EARLY = ("early", "early_host")
 OTHERS = {function for functions in HOMES.values() for function in functions}
 
 
 class Pools(dict[int, RankPool]):
-    """Pools by their number of ranks, none of which had a backward pass before; made when asked for."""
+    """Pools by number of ranks, created on first use, none of which ran a backward pass before."""
 
     def __missing__(self, ranks: int) -> RankPool:
         self[ranks] = RankPool(ranks).__enter__()
@@ -36,8 +36,10 @@ def pools() -> Iterator[Pools]:
 
 
 def by_turns(rows: Iterable[Any], seeds: Iterable[int] = SEEDS, quick: tuple[Any, ...] = ()) -> list[Any]:
-    """Each row with each seed: one seed by turns in the full set, or in the quick one for ``quick``; the others in the
-    campaign."""
+    """Pair each row with each seed.
+
+    Rows take turns with one seed in the full set (``quick``: in the quick set); the other pairs are in the campaign.
+    """
     found, every = [], list(seeds)
     for index, row in enumerate(rows):
         values = row if isinstance(row, tuple) else (row,)
@@ -66,10 +68,10 @@ TRAINED: list[Any] = [
     *by_turns([(1, "host", model, False) for model in ODD_ON_ONE], (0, 1)),
     *by_turns([(1, "mixed", "mlp", CHANGES_STREAMS)]),
     *by_turns([(2, name, "mlp", False) for name in ON_TWO], quick=((2, "ahead", "mlp", False),)),
-    # It was not kept for all streams: the main stream's memory was dropped while the side stream read it.
+    # These once freed memory of the main stream while the side stream still read it.
     *by_turns([(2, name, "mlp", False) for name in ("eight_bits", "eight_bits2")]),
     *by_turns([(2, "frozen_host", "frozen", False)]),
-    # A reduction waited for the gradient that came last, and not for those of the chunk that other streams made.
+    # The reduction once waited for the last gradient of a chunk only, and not for those from other streams.
     *by_turns([(2, "few_chunks", "branches", False)], quick=((2, "few_chunks", "branches", False),)),
     *by_turns([(2, name, "mixture", False) for name in ("zero3", "on_use")]),
     *by_turns([(4, name, "mlp", False) for name in IN_TWO_PARTS], (0, 1)),
@@ -92,7 +94,7 @@ DONE: list[Any] = [
 
 @pytest.mark.parametrize(("ranks", "function", "name", "seed"), DONE)
 def test_other_work_on_streams(pools: Pools, ranks: int, function: str, name: str, seed: int) -> None:
-    """Checkpoints, the library's own use of streams, norms that are read later, secondary shards used twice."""
+    """Checkpoints, the library's own streams, norms that are read later, and secondary shards that are used twice."""
     _assert_right(pools[ranks].run(getattr(late_setup, function), name, seed))
 
 
@@ -106,13 +108,13 @@ QUICK = (
     "renewed, state (2 ranks)",
     "parts of sequences, ring (2 ranks)",
 )
-"""On one rank and on two, of the host's reads and of the device's messages."""
+"""Scenarios on one rank and on two, about the host's reads and the device's messages."""
 STAGES = "stages, 1f1b (2 ranks)"
-"""Of the scenarios with stages, which cost most, the one in the full set."""
+"""The only scenario with pipeline stages in the full set, since these cost most."""
 
 
 def in_a_set(scenario: Scenario) -> object:
-    """The scenario, marked with the set that runs it."""
+    """Return the scenario, marked with the set that runs it."""
     if str(scenario) in QUICK:
         return scenario
     marked = campaign if str(scenario).startswith("stages,") and str(scenario) != STAGES else full
@@ -120,16 +122,19 @@ def in_a_set(scenario: Scenario) -> object:
 
 
 @pytest.mark.parametrize("scenario", [in_a_set(each) for each in BESIDE], ids=str)
-def test_what_is_done_beside_training(pools: Pools, scenario: Scenario) -> None:
-    """Gathers that fail half-way, reads right after an update, a disk, activations between ranks, a program's waits;
-    with one seed of two by turns, and all of them with many in the campaign."""
+def test_scenarios_outside_of_training(pools: Pools, scenario: Scenario) -> None:
+    """Gathers that fail half-way, reads right after an update, a disk, activations between ranks, a program's own
+    waits.
+
+    One of two seeds is used per scenario; the campaign runs all scenarios with many seeds.
+    """
     seed = (0, 3)[BESIDE.index(scenario) % 2]
     _assert_right(pools[scenario.ranks].run(run_without, None, scenario, seed))
 
 
 @pytest.mark.full
-def test_the_first_message_of_two_ranks_holds_the_host() -> None:
-    """Unless they are connected: as over NCCL, where ranks that all send first wait for each other."""
+def test_first_messages_of_two_ranks_block_the_host() -> None:
+    """They do so unless the ranks are connected: as over NCCL, ranks that all send first wait for each other."""
     with RankPool(3) as pool:
         assert pool.run(sent_first, True) == ["True"] * 3
         with pytest.raises(RankError, match=r"sending to rank .* of group 'axis' failed"):
@@ -154,7 +159,7 @@ ODD = ("mlp", "gpt", "tied", "used_twice", "unused", "checkpointed", "buffers", 
 @pytest.mark.parametrize("model", ODD)
 @pytest.mark.parametrize("name", late_setup.PLANS)
 def test_every_plan_and_model_with_many_seeds(name: str, model: str) -> None:
-    """On as many ranks as the plan can have."""
+    """Each plan runs on every number of ranks that it can have."""
     in_two_parts = name.startswith(("replicas", "secondary"))
     for ranks in (4,) if in_two_parts else (1, 2):
         with RankPool(ranks) as pool:

@@ -1,4 +1,4 @@
-"""The strategies by name, and runs that are repeated with each of them and with Lightning's own ``ddp``."""
+"""The strategies by name, and runs that are repeated with each strategy and with Lightning's own ``ddp``."""
 
 import warnings
 from collections.abc import Collection, Iterable
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from tests.support.lightning_setup import close, data, stock, toy, trainer, weights, worst
 from tests.support.sets import campaign, full
 
@@ -30,15 +30,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fully_sharded_kept": ("DDPFullyShardedStrategy", {"reshard_after_forward": False}),
 }
 MAIN = ("colossalai", "deepspeed_1", "deepspeed_2", "deepspeed_3", "fully_sharded")
-"""One of each engine plan; the others differ in where things lie."""
+"""One strategy of each engine plan; the others differ in the tiers of their data."""
 THREE = ("colossalai", "deepspeed_3", "fully_sharded")
 TWO = THREE[:2]
-"""What the engine and the common base do is the same for the third, whose own tests repeat much of it."""
+"""The engine and the base class do the same for the third strategy, whose own tests repeat much of it."""
 STOCK = "stock"
 
 
 def rows(cases: Iterable[Any], quick: Collection[Any], more: Collection[Any] = ()) -> list[Any]:
-    """Cases in their order: those that are quick, some more in the full set, and the rest in the campaign."""
+    """Return the cases in order: those in ``quick``, those in ``more`` for the full set, and the rest for the
+    campaign."""
     found: list[Any] = []
     for case in cases:
         found += [case] if case in quick else full(case) if case in more else campaign(case)
@@ -46,13 +47,14 @@ def rows(cases: Iterable[Any], quick: Collection[Any], more: Collection[Any] = (
 
 
 def kinds(quick: str, *more: str, of: tuple[str, ...] = THREE) -> list[Any]:
-    """Rows of strategies: what the engine and the common base do is the same for all, so one is quick."""
+    """Return rows of strategies, one of them quick, since the engine and the base class are the same for all."""
     assert {quick, *more} <= {*of}
     return rows(of, [quick], more)
 
 
 def strategy(kind: str, **changes: Any) -> Any:
-    """A strategy of ``lightning.pytorch`` by its name in :data:`KINDS`; ``"stock"`` is Lightning's own."""
+    """Return a strategy of ``lightning.pytorch`` by its name in :data:`KINDS`; ``"stock"`` is Lightning's own
+    ``ddp``."""
     if kind == STOCK:
         return stock() if not changes else LIGHTNING.load("strategies.ddp.DDPStrategy")(**changes)
     import shardwise.lightning as ours
@@ -64,7 +66,7 @@ def strategy(kind: str, **changes: Any) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run: what the Trainer and the toy model are told."""
+    """A run: the arguments of the Trainer and of the toy model."""
 
     batches: int = 5
     epochs: int = 2
@@ -79,7 +81,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a run ended with, on one rank."""
+    """The final state of a run on one rank."""
 
     weights: dict[str, Tensor]
     global_step: int
@@ -88,7 +90,7 @@ class Ended:
 
 
 def run(kind: str, recipe: Recipe, model: Any = None, **arguments: Any) -> Ended:
-    """``recipe`` with the strategy ``kind``, inside a rank; ``arguments`` are the Trainer's."""
+    """Run ``recipe`` with the strategy ``kind`` on this rank; ``arguments`` are the Trainer's."""
     made = trainer(
         strategy(kind),
         max_epochs=recipe.epochs,
@@ -105,7 +107,7 @@ def run(kind: str, recipe: Recipe, model: Any = None, **arguments: Any) -> Ended
 
 
 def ended(made: Any) -> Ended:
-    """Of a Trainer whose fit is over; the sharding is undone."""
+    """Return the final state of a Trainer after ``fit``, and end its sharding."""
     found = Ended(
         weights(made),
         made.global_step,
@@ -117,7 +119,7 @@ def ended(made: Any) -> Ended:
 
 
 def check_same(found: Ended, expected: Ended, most: float = 1e-6) -> None:
-    """This rank ended where the oracle did: weights, steps, and what was logged."""
+    """Check that this rank ended as the oracle did: weights, steps, and logged values."""
     difference = worst(found.weights, expected.weights)
     assert difference <= most, f"weights differ by {difference}"
     assert found.global_step == expected.global_step

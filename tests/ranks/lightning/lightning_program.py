@@ -1,6 +1,6 @@
-"""A script as users write it, for the launchers: trains, tests and saves, and rank 0 writes the weights it ended with.
+"""A user's script for the launcher tests: it trains, tests and saves, and rank 0 writes the final weights.
 
-Run as ``lightning_program.py DIRECTORY START_METHOD``, by Python itself or by torchrun.
+Run it as ``lightning_program.py DIRECTORY START_METHOD``, with Python itself or with torchrun.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Fabric's strategies: programs as Fabric's documentation writes them, against plain PyTorch in one process."""
+"""Fabric's strategies: programs from Fabric's documentation, compared with plain PyTorch in one process."""
 
 import pickle
 import re
@@ -19,7 +19,7 @@ import shardwise.fabric
 import shardwise.lightning
 import shardwise.lightning_fabric
 from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.strategies.namespace import FABRIC, LIGHTNING, LIGHTNING_FABRIC, Namespace
+from shardwise.strategies.lightning_packages import FABRIC, LIGHTNING, LIGHTNING_FABRIC, Namespace
 from tests.support.lightning_setup import OUT, WIDTH, close, data, fabric, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
@@ -60,7 +60,8 @@ def error(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def plain(steps: int = 3, clip: str | None = None, optimizers: Callable[[nn.Module], list[Any]] | None = None) -> Any:
-    """Two batches a step from every rank, a schedule; the model, the optimizers and the last norm."""
+    """Train two batches per step from every rank, with a schedule; return the model, the optimizers and the last
+    norm."""
     model = net()
     made = optimizers(model) if optimizers is not None else [adam(model.parameters())]
     schedule = torch.optim.lr_scheduler.StepLR(made[0], 2, gamma=0.5)
@@ -82,7 +83,7 @@ def plain(steps: int = 3, clip: str | None = None, optimizers: Callable[[nn.Modu
 
 
 def train(own: Any, model: Any, made: list[Any], schedule: Any, steps: range, clip: str | None = None) -> Any:
-    """The same program under Fabric."""
+    """Train the same program under Fabric."""
     norm, mine = torch.tensor(0.0), batches(dist.get_rank())
     for step in steps:
         for optimizer in made:
@@ -108,7 +109,7 @@ def same(state: dict[str, Tensor], model: nn.Module, most: float = EXACT) -> Non
 
 
 def joint(kind: str, ns: Namespace, clip: str | None) -> None:
-    """``fabric.setup(model, optimizer)``, accumulation, clipping, a schedule; states as plain torch has them."""
+    """Use ``fabric.setup(model, optimizer)`` with accumulation, clipping and a schedule; states equal plain torch's."""
     expected, optimizers, norm = plain(3, clip)
     own = fabric(strategy(kind, ns), ns)
     model = net()
@@ -132,8 +133,8 @@ def split(model: nn.Module) -> list[Any]:
 
 @on_ranks()
 @pytest.mark.parametrize(("ranks", "kind"), full(*product((2, 1), KINDS)))
-def test_modules_and_optimizers_apart(ranks: int, kind: str) -> None:
-    """``init_module``, ``setup_module`` (used for evaluation first), two optimizers by ``setup_optimizers``."""
+def test_modules_and_optimizers_set_up_separately(ranks: int, kind: str) -> None:
+    """``init_module``, ``setup_module`` (used for evaluation first), and two optimizers by ``setup_optimizers``."""
     expected, _, _ = plain(3, None, split)
     own = fabric(strategy(kind), FABRIC)
     with own.init_module():
@@ -155,8 +156,8 @@ def test_modules_and_optimizers_apart(ranks: int, kind: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.full
-def test_checkpoints_go_between_strategies(tmp_path: Path) -> None:
-    """A directory of one strategy goes on under the others, and in shardwise.shard."""
+def test_checkpoints_load_under_other_strategies(tmp_path: Path) -> None:
+    """A directory of one strategy is resumed under the others, and by ``shardwise.shard``."""
     kinds = list(KINDS)
     expected, _, _ = plain(3)
     for kind, other in zip(kinds, (*kinds[1:], kinds[0]), strict=True):
@@ -187,8 +188,8 @@ def test_checkpoints_go_between_strategies(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_checkpoints_go_to_a_trainer_and_back(tmp_path: Path) -> None:
-    """A Trainer goes on from what Fabric saved (weights and optimizer), and Fabric from what a Trainer saved."""
+def test_checkpoints_load_in_a_trainer_and_back(tmp_path: Path) -> None:
+    """A Trainer resumes what Fabric saved (weights and optimizer), and Fabric resumes what a Trainer saved."""
     own = fabric(strategy("fully_sharded"), FABRIC)
     model = toy()
     model, optimizer = own.setup(model, model.make_optimizer())
@@ -225,8 +226,8 @@ def test_checkpoints_go_to_a_trainer_and_back(tmp_path: Path) -> None:
         ("deepspeed_3_offload", "16-true", torch.float16, True),
     ],
 )
-def test_number_formats(kind: str, precision: str, dtype: torch.dtype, masters: bool, tmp_path: Path) -> None:
-    """Dtypes inside, outputs in the default dtype, fp32 masters, a loss scale."""
+def test_precision(kind: str, precision: str, dtype: torch.dtype, masters: bool, tmp_path: Path) -> None:
+    """Dtypes inside the model, outputs in the default dtype, fp32 masters, a loss scale."""
     own = fabric(strategy(kind), FABRIC, precision=precision)
     with own.init_tensor():
         assert torch.ones(1).dtype is (dtype if precision.endswith("true") else torch.float32)
@@ -254,7 +255,7 @@ def judge() -> nn.Module:
 
 
 def compete(make: Any, judges: Any, opt_make: Any, opt_judge: Any, backward: Any, ranks: list[int]) -> None:
-    """Three steps of each network: first the judge learns."""
+    """Train each network for three steps: in each, the discriminator first."""
     for at in range(3):
         for learning in (opt_judge, opt_make):
             opt_make.zero_grad()
@@ -272,7 +273,7 @@ def compete(make: Any, judges: Any, opt_make: Any, opt_judge: Any, backward: Any
 @on_ranks()
 @pytest.mark.parametrize("ranks", [2, *full(1)])
 def test_two_models(ranks: int) -> None:
-    """A generator and a discriminator as Fabric's examples train them, each with its optimizer."""
+    """A generator and a discriminator, each with its optimizer, trained as in Fabric's examples."""
     first, second = net(11), judge()
     optimizers = adam(first.parameters()), adam(second.parameters())
     compete(first, second, *optimizers, torch.Tensor.backward, list(range(dist.get_world_size())))
@@ -289,8 +290,8 @@ def test_two_models(ranks: int) -> None:
 
 
 @on_ranks(2)
-def test_what_else_programs_do(tmp_path: Path) -> None:
-    """Names, loaders, collectives, raw and single files, closures; what cannot go is refused with what to do."""
+def test_other_uses_of_fabric(tmp_path: Path) -> None:
+    """Names, loaders, collectives, raw and single files, closures; unsupported calls raise and name the remedy."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for name in NAMED:
         with warnings.catch_warnings(action="ignore"):
@@ -310,7 +311,7 @@ def test_what_else_programs_do(tmp_path: Path) -> None:
     optimizer.max_norm = 3.0  # set on Fabric's wrapper, which shares attributes with the sharded optimizer
     assert optimizer.optimizer.max_norm == 3.0
     optimizer.max_norm = 0.0
-    # A file of plain torch, of a model and of an optimizer.
+    # Files of plain torch, of a model and of an optimizer.
     expected, made, _ = plain(2)
     if rank == 0:
         torch.save(expected.state_dict(), tmp_path / "model.pt")
@@ -353,14 +354,14 @@ QUICK = [JOINT[at] for at in (0, 4, 8, 10)]
     ("ranks", "ns", "kind", "clip"), [*rows(JOINT, QUICK, JOINT), *full((2, LIGHTNING_FABRIC, "fully_sharded", None))]
 )
 def test_programs_equal_plain_pytorch(ranks: int, ns: Namespace, kind: str, clip: str | None) -> None:
-    """Weights, optimizer state and norms within 1e-11 of one process, on each engine plan, in both packages."""
+    """Weights, optimizer state and norms are within 1e-11 of one process, on each engine plan, in both packages."""
     joint(kind, ns, clip)
 
 
 @on_ranks(2)
 @pytest.mark.full
-def test_configurations_of_deepspeed(tmp_path: Path) -> None:
-    """Whole, in one file, through a plugin; and what a configuration of DeepSpeed says that Fabric does not do."""
+def test_deepspeed_strategy_options(tmp_path: Path) -> None:
+    """A full checkpoint in one file by a ``checkpoint_io``; configurations of DeepSpeed that Fabric refuses."""
     path = tmp_path
     io = FABRIC.load("plugins.io.torch_io.TorchCheckpointIO")
     own = fabric(strategy("deepspeed_1", checkpoint_io=type("Mine", (io,), {})()), FABRIC)
@@ -377,7 +378,7 @@ def test_configurations_of_deepspeed(tmp_path: Path) -> None:
     ):
         raises(Exception, message, strategy, "deepspeed_1", config=config)
     of_config = strategy("deepspeed_1", config={"zero_optimization": {"stage": 1}, "gradient_clipping": 5.0})
-    of_config.config["gradient_clipping"] = 0.1  # Fabric's own hands that object to DeepSpeed
+    of_config.config["gradient_clipping"] = 0.1  # Fabric's own strategy passes that object to DeepSpeed
     own = fabric(of_config, FABRIC)
     model = net()
     model, optimizer = own.setup(model, adam(model.parameters()))

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: resuming bit for bit, ModelCheckpoint, and files that another strategy or library wrote."""
+"""Checkpoints of a Trainer: resuming bit for bit, ModelCheckpoint, and files of another strategy or library."""
 
 import warnings
 from itertools import product
@@ -10,7 +10,7 @@ import torch
 from lightning_cases import KINDS, MAIN, STOCK, ended, kinds, rows, strategy
 from torch import Tensor, nn
 
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from shardwise.testing import run_ranks
 from tests.support.lightning_setup import Toy, close, data, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks, raises
@@ -22,7 +22,7 @@ Whole = dict[str, Tensor]
 
 
 def everything(made: Any) -> Whole:
-    """Weights, optimizer state, learning rates, loss scale and counters, by name."""
+    """Return weights, optimizer state, learning rates, loss scale and counters, by name."""
     found = dict(weights(made))
     for index, optimizer in enumerate(made.optimizers):
         state = made.strategy.optimizer_state(optimizer)
@@ -45,7 +45,7 @@ def _saver(folder: str, **arguments: Any) -> Any:
 
 
 def _fitted(kind: str, path: str | None, seed: int = 3, accumulate: int = 1, **arguments: Any) -> Whole:
-    """What a run ends with, from the checkpoint at ``path`` if there is one."""
+    """Return the final state of a run, which resumes the checkpoint at ``path`` if there is one."""
     warnings.simplefilter("ignore")
     clip = {"gradient_clip_val": 0.05} if accumulate == 3 else {}
     made = trainer(strategy(kind), accumulate_grad_batches=accumulate, **clip, **arguments)
@@ -62,11 +62,13 @@ FULL = [("colossalai", 3, "32-true"), ("deepspeed_2", 3, "32-true"), ("deepspeed
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize(("kind", "accumulate", "precision"), rows(RESUMES, QUICK, FULL))
-def test_a_resumed_run_equals_a_straight_one_bit_for_bit(
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     kind: str, accumulate: int, precision: str, tmp_path: Path
 ) -> None:
-    """Also at accumulation 3 of 5 batches: a counter of the strategy's own would be lost. And at every rank: FairScale
-    and ColossalAI under Lightning saved rank 0's part of the optimizer state only."""
+    """With accumulation 3 of 5 batches, a strategy's own counter would be lost.
+
+    Each rank is checked: FairScale and ColossalAI under Lightning saved rank 0's part of the optimizer state only.
+    """
     options: dict[str, Any] = {"max_epochs": EPOCHS, "accumulate": accumulate, "precision": precision}
     straight = _fitted(kind, None, enable_checkpointing=True, callbacks=[_saver(str(tmp_path))], **options)
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"epoch={epoch}.ckpt" for epoch in range(EPOCHS)]
@@ -79,7 +81,7 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(
 
 
 class _Scored(Toy):
-    """Its score is what the test says, epoch by epoch."""
+    """A model whose score is set by the test, epoch by epoch."""
 
     SCORES = (3.0, 1.0, 2.0, 1.5)
 
@@ -109,8 +111,8 @@ def _kept(kind: str, folder: str, save_last: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "save_last"), [("deepspeed_3", "link"), *campaign(("colossalai", True), ("fully_sharded", True))]
 )
-def test_model_checkpoint_keeps_and_removes_as_under_ddp(kind: str, save_last: Any, tmp_path: Path) -> None:
-    """Directories instead of files: two best, the last, and nothing of those that were dropped."""
+def test_model_checkpoint_saves_and_removes_as_under_ddp(kind: str, save_last: Any, tmp_path: Path) -> None:
+    """It has directories instead of files: the two best, the last, and no rest of removed ones."""
     found, expected = (run_ranks(RANKS, _kept, each, str(tmp_path / each), save_last)[0] for each in (kind, STOCK))
     losses = pytest.approx(expected["losses"], rel=1e-5)
     names = ["epoch=1.ckpt", "epoch=3.ckpt", "last.ckpt"]
@@ -119,7 +121,7 @@ def test_model_checkpoint_keeps_and_removes_as_under_ddp(kind: str, save_last: A
 
 
 class _Remembers(Toy):
-    """Looks at what hooks are given, and keeps something of its own."""
+    """Records what the hooks receive, and saves a value of its own."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.saved = {name: list(value.shape) for name, value in checkpoint["state_dict"].items()}
@@ -132,8 +134,8 @@ class _Remembers(Toy):
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", of=MAIN))
-def test_hooks_see_whole_shapes_and_keep_what_they_add(kind: str, tmp_path: Path) -> None:
-    """Under DeepSpeed's stage 3 ``on_save_checkpoint`` saw a sharded state."""
+def test_hooks_see_full_shapes_and_save_their_values(kind: str, tmp_path: Path) -> None:
+    """Under DeepSpeed's stage 3 ``on_save_checkpoint`` received a sharded state."""
     warnings.simplefilter("ignore")
     model, other = toy(body=_Remembers), toy(body=_Remembers, seed=9)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
@@ -150,8 +152,8 @@ def test_hooks_see_whole_shapes_and_keep_what_they_add(kind: str, tmp_path: Path
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", "fully_sharded", of=MAIN))
-def test_save_after_test_and_after_evaluation_alone(kind: str, tmp_path: Path) -> None:
-    """DeepSpeed's engine was gone by then, and Lightning had moved the shards to the CPU."""
+def test_save_after_test_and_after_evaluation_only(kind: str, tmp_path: Path) -> None:
+    """DeepSpeed's engine had ended by then, and Lightning had moved the shards to the CPU."""
     warnings.simplefilter("ignore")
     model = toy()
     made, evaluator, third = (trainer(strategy(kind)) for _ in range(3))
@@ -188,8 +190,8 @@ EXCHANGES = [
 
 @on_ranks(RANKS, timeout=600.0)
 @pytest.mark.parametrize("pairs", EXCHANGES, ids=["one", "before it", "behind it", "each to each"])
-def test_checkpoints_go_from_each_strategy_to_the_next(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
-    """Each checkpoint, or file of stock ddp, is taken up by the second of its pair, and trained to the end."""
+def test_checkpoints_load_under_the_next_strategy(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
+    """Each checkpoint, or file of stock ddp, is resumed by the second of its pair, and trained to the end."""
     straight = _fitted(STOCK, None, max_epochs=2)
     for saver in dict.fromkeys(saver for saver, _ in pairs):
         _save_one_epoch(saver, f"{tmp_path}/{saver}.ckpt")
@@ -198,7 +200,7 @@ def test_checkpoints_go_from_each_strategy_to_the_next(pairs: list[tuple[str, st
         assert differences(found, straight, 1e-6) == [], (saver, taker)
 
 
-# ---- what does not fit
+# ---- checkpoints of another model
 
 
 class _Larger(Toy):
@@ -209,8 +211,8 @@ class _Larger(Toy):
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai"))
-def test_missing_names_are_an_error_unless_loading_is_not_strict(kind: str, tmp_path: Path) -> None:
-    """DeepSpeed collected such errors and never raised them; ColossalAI's loader took no ``strict`` at all."""
+def test_missing_names_are_an_error_unless_strict_loading_is_off(kind: str, tmp_path: Path) -> None:
+    """DeepSpeed collected such errors and never raised them; ColossalAI's loader had no ``strict`` argument."""
     path = str(tmp_path / "one.ckpt")
     _save_one_epoch(kind, path)
     raises(Exception, r"more\.weight", trainer(strategy(kind)).test, toy(body=_Larger), data(1), ckpt_path=path)

@@ -1,4 +1,4 @@
-"""What only ColossalAIStrategy has: its arguments' effects, its collectives, its steps."""
+"""ColossalAIStrategy: its arguments, its collectives, and its steps."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.lightning import ColossalAIStrategy
 from shardwise.strategies.colossalai import ColossalAI
-from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, build
+from shardwise.strategies.lightning_packages import LIGHTNING, PYTORCH_LIGHTNING, build
 from tests.support.lightning_setup import Toy, close, data, fit, since, toy, trainer, worst
 from tests.support.on_ranks import on_ranks
 
@@ -23,15 +23,16 @@ RANKS = 2
 
 
 class _Small(ColossalAI):
-    """On a device of 64 KiB."""
+    """A model for a device of 64 KiB."""
 
     def _plan(self, module: Any) -> Any:
         return super()._plan(module).but(device_capacity_bytes=2**16)
 
 
 @on_ranks(RANKS)
-def test_auto_places_by_the_trace_of_a_first_step_even_after_validation() -> None:
-    """ColossalAI had to train a step before anything else. The numbers are those of a run without limits."""
+def test_auto_placement_after_validation() -> None:
+    """The trace of the first step decides, and results equal those without limits. ColossalAI had to train a step
+    first."""
     expected = run("colossalai", Recipe(batches=3)).weights
     cls = build(LIGHTNING, _Small, "strategies.ddp.DDPStrategy", "Small")
     for margin in (0.0, 1.0):
@@ -65,7 +66,7 @@ def test_force_outputs_fp32_casts_what_a_step_returns() -> None:
         assert model.seen == [torch.bfloat16] + [dtype] * 4
 
 
-def test_what_has_no_effect_is_said_once() -> None:
+def test_arguments_without_effect_warn_once() -> None:
     with pytest.warns(UserWarning, match="chunk_size=8 without effect: use_chunk=False") as caught:
         ColossalAIStrategy(use_chunk=False, chunk_size=8)
     assert len(caught) == 1
@@ -79,8 +80,11 @@ def test_what_has_no_effect_is_said_once() -> None:
 
 
 @on_ranks(RANKS)
-def test_all_gather_concatenates_and_lets_gradients_through_and_reduce_gives_its_result_to_every_rank() -> None:
-    """ColossalAI joined along dimension 0, refused ``sync_grads``, and gave what it reduced to rank 0 only."""
+def test_all_gather_and_reduce() -> None:
+    """``all_gather`` concatenates along dimension 0, as ColossalAI's, and supports ``sync_grads``, which that refused.
+
+    ``reduce`` returns its result on every rank; ColossalAI reduced to rank 0 only.
+    """
     made = trainer(ColossalAIStrategy())
     made.fit(toy(), data(1))
     gather, reduce, rank = made.strategy.all_gather, made.strategy.reduce, dist.get_rank()
@@ -91,7 +95,7 @@ def test_all_gather_concatenates_and_lets_gradients_through_and_reduce_gives_its
     assert made.lightning_module.all_gather(torch.full((1, 2), rank)).tolist() == [[0, 0], [1, 1]]
     weight = torch.arange(12.0).reshape(4, 3)
     (gather(part, sync_grads=True) * weight * (rank + 1)).sum().backward()
-    # The sum over ranks of what each did to this rank's rows: weights times 1 and times 2.
+    # The sum over ranks of the factors that each applied to this rank's rows: 1 and 2.
     assert part.grad is not None and torch.equal(part.grad, weight[2 * rank : 2 * rank + 2] * 3)
     assert tuple(gather(torch.ones(2), group=dist.group.WORLD).shape) == (4,)
     given = torch.tensor([1.0, 2.0]) * (rank + 1)
@@ -145,7 +149,7 @@ def test_optimizer_step_takes_the_arguments_of_lightning_1_and_2() -> None:
 
 
 @on_ranks(RANKS)
-def test_the_state_of_rank_0_alone() -> None:
+def test_state_of_rank_0_only() -> None:
     made = trainer(ColossalAIStrategy(chunk_size=100), precision="bf16-mixed")
     made.fit(toy(), data(1))
     full = made.strategy.lightning_module_state_dict()

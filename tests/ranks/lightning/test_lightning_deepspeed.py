@@ -1,11 +1,7 @@
-"""Checkpoints under DeepSpeedStrategy on two ranks: resuming, other numbers of ranks, single files, DeepSpeed's own.
+"""DeepSpeedStrategy under Trainer on two ranks, compared with stock ddp.
 
-DeepSpeedStrategy under Trainer on two ranks against stock ddp, and faults of the original by name.
-
-Tensor parallelism under Lightning's Trainer, by a DeepSpeed configuration: fp64 against plain PyTorch.
-A ``training_step`` that returns ``None``: right on one device, refused by Lightning on several.
-
-ColossalAI and DeepSpeed refused it on one as well.
+Covers full weights from single files, runs that DeepSpeed saved, configurations, tensor parallelism (in fp64 against
+plain PyTorch), and a ``training_step`` that returns ``None``. Docstrings name faults of the original.
 """
 
 import contextlib
@@ -30,7 +26,7 @@ from torch.utils.data import DataLoader, Subset
 
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.strategies.deepspeed import DeepSpeed
-from shardwise.strategies.namespace import LIGHTNING, Namespace, build
+from shardwise.strategies.lightning_packages import LIGHTNING, Namespace, build
 from shardwise.testing import assert_close
 from tests.support.ds_setup import optimizer_block
 from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
@@ -51,7 +47,7 @@ def strategy(ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[str]]:
-    """The texts of warnings inside."""
+    """Collect the texts of warnings inside this context."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True, action="always") as caught:
         yield texts
@@ -67,10 +63,11 @@ FAULTS: list[tuple[Options, str]] = [
 
 @on_ranks(RANKS, timeout=120.0)
 @pytest.mark.parametrize("restores", ["weights", *full("optimizers")])
-def test_load_full_weights_raises_for_missing_unexpected_and_wrongly_shaped_entries(
-    restores: str, tmp_path: Path
-) -> None:
-    """Lightning collected these errors and never raised them. ``restores``: weights alone, or optimizers as well."""
+def test_load_full_weights_raises_for_wrong_entries(restores: str, tmp_path: Path) -> None:
+    """Missing, unexpected and wrongly shaped entries raise; Lightning collected these errors and never raised them.
+
+    ``restores``: weights only, or optimizers as well.
+    """
     source = trainer(stock())
     source.fit(toy(), data())
     expected = weights(source)
@@ -79,7 +76,7 @@ def test_load_full_weights_raises_for_missing_unexpected_and_wrongly_shaped_entr
     whole = torch.load(path, weights_only=False)
 
     def variant(name: str, **changes: Any) -> Path:
-        """The file with other entries in its state dict (or without them: None); every rank reads rank 0's."""
+        """Write the file with entries changed in its state dict, or removed (``None``); every rank reads rank 0's."""
         state = {**whole, "state_dict": {**whole["state_dict"], **changes}}
         state["state_dict"] = {key: value for key, value in state["state_dict"].items() if value is not None}
         if dist.get_rank() == 0:
@@ -105,20 +102,20 @@ def test_load_full_weights_raises_for_missing_unexpected_and_wrongly_shaped_entr
         for number, (changes, message) in enumerate(FAULTS):
             raises(RuntimeError, message, run, variant(f"fault-{number}", **changes))
         return
-    # Optimizers go on where the file has their state, and start anew with a warning where it has none.
+    # Optimizers resume if the file has their state; without it they start with empty state and a warning.
     straight = fit(stock(), toy(), max_epochs=2)
     assert go_on(path)[1] <= 1e-6
     del whole["optimizer_states"]
     texts, difference = go_on(variant("weights"))
     assert any("optimizer states cannot be restored" in text for text in texts) == (dist.get_rank() == 0)
     assert difference > 1e-6
-    del whole["lr_schedulers"]  # as save_weights_only leaves it
+    del whole["lr_schedulers"]  # as save_weights_only writes it
     go_on(variant("only"))
 
 
 @on_ranks(RANKS, timeout=120.0)
 @pytest.mark.parametrize(("saved", "stage"), [("stage3", 1), *full(("stage1", 3), ("stage2", 2))])
-def test_runs_that_deepspeed_saved_go_on(saved: str, stage: int, tmp_path: Path) -> None:
+def test_runs_that_deepspeed_saved_are_resumed(saved: str, stage: int, tmp_path: Path) -> None:
     root = tmp_path / str(dist.get_rank())
     with tarfile.open(Path(__file__).parents[2] / "data" / "lightning_deepspeed.tar.xz") as archive:
         archive.extractall(root, filter="data")
@@ -137,7 +134,7 @@ def test_runs_that_deepspeed_saved_go_on(saved: str, stage: int, tmp_path: Path)
 
 
 class Partly(Toy):
-    """Its first layer is frozen."""
+    """A model whose first layer is frozen."""
 
     def build(self) -> None:
         super().build()
@@ -147,7 +144,7 @@ class Partly(Toy):
 
 @on_ranks(RANKS, timeout=120.0)
 @pytest.mark.full
-def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+def test_frozen_parameters_can_be_excluded(tmp_path: Path) -> None:
     straight = fit(stock(), toy(body=Partly), max_epochs=2)
     for stage in (1, 3):
         path = f"{tmp_path}/{stage}.ckpt"
@@ -184,7 +181,7 @@ CONFIG: Options = {
 
 
 class Looking(Toy):
-    """Remembers the configuration that the hook which builds the model meets."""
+    """Records the configuration that the hook which builds the model can read."""
 
     def configure_model(self) -> None:
         self.configs = [*getattr(self, "configs", ()), dict(self.trainer.strategy.config)]  # type: ignore[attr-defined]
@@ -192,8 +189,8 @@ class Looking(Toy):
 
 
 @on_ranks(RANKS, timeout=120.0)
-def test_a_config_is_never_changed_completed_from_trainer_and_found_by_precedence(tmp_path: Path) -> None:
-    """Lightning changed the dict, so that a second strategy of it failed."""
+def test_config_is_copied_completed_from_the_trainer_and_found_by_precedence(tmp_path: Path) -> None:
+    """Lightning changed the dict, so a second strategy of the same dict failed."""
     given = copy.deepcopy(CONFIG)
     options: Options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     expected = fit(stock(), toy(), **options)
@@ -215,7 +212,7 @@ def test_a_config_is_never_changed_completed_from_trainer_and_found_by_precedenc
     made = trainer(strategy(stage=1), precision="bf16-mixed")
     model = toy(body=Looking)
     made.validate(model, data(batch_size=3), verbose=False)
-    made.test(model, data(batch_size=3), verbose=False)  # the model is sharded already, and asked again
+    made.test(model, data(batch_size=3), verbose=False)  # the model is sharded already, and the hook runs again
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16")
     assert [[found.get(name) for name in names] for found in model.configs] == [[1, 1, 0.0, {"enabled": True}]] * 2
     close(made)
@@ -232,8 +229,8 @@ def test_a_config_is_never_changed_completed_from_trainer_and_found_by_precedenc
 
 
 @on_ranks(RANKS, timeout=120.0)
-def test_contradictions_are_clear_errors_and_the_norm_of_a_config_wins() -> None:
-    """A norm of the config goes before Trainer's, which is not applied on top of it."""
+def test_contradictions_are_errors_and_the_norm_of_the_config_applies() -> None:
+    """A norm in the config applies, and the Trainer's is not applied on top of it."""
     for config, message in (
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 .*accumulate_grad_batches=1"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "enable one of them"),
@@ -273,7 +270,7 @@ def test_optimizer_and_scheduler_of_the_config() -> None:
     assert made.strategy.lr_scheduler_configs[0].interval == "step"
     assert made.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.7**4)
     close(made)
-    # A schedule alone is for the module's own optimizer; the module's own schedule goes before it.
+    # A schedule without an optimizer is for the module's own optimizer; the module's own schedule precedes it.
     del config["optimizer"]
     assert worst(fit(strategy(config=config), toy(), max_epochs=2), expected) == 0.0
     with noted() as texts:
@@ -312,7 +309,7 @@ class Language(LIGHTNING.load("LightningModule")):  # type: ignore[misc]
 
 
 def shuffled(count: int) -> Subset[dict[str, Tensor]]:
-    """The texts in an order that Trainer's shuffling of the first epoch puts right."""
+    """Return the texts in an order that the Trainer's shuffling of the first epoch sorts again."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     return Subset(Texts(count), order.argsort().tolist())
 
@@ -346,7 +343,7 @@ def test_a_configuration_with_tensor_parallelism(stage: int, tmp_path: Path) -> 
 
 
 class Skipping(Toy):
-    """Leaves out every second batch."""
+    """Skips every second batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         return None if batch_idx % 2 else self.loss(batch)
@@ -355,7 +352,10 @@ class Skipping(Toy):
 @on_ranks(1)
 @pytest.mark.parametrize("kind", ["colossalai", *full("deepspeed_1", "fully_sharded")])
 def test_a_training_step_may_return_none_on_one_device(kind: str) -> None:
-    """Lightning calls the optimizer for those, too, which has no gradients then; also within an accumulation."""
+    """Lightning steps the optimizer for skipped batches, too, which has no gradients then; also within an accumulation.
+
+    ColossalAI and DeepSpeed refused it even on one device.
+    """
     warnings.simplefilter("ignore")
     for accumulate in (1, 2):
         found, expected = (run(each, Recipe(accumulate=accumulate), toy(body=Skipping)) for each in (kind, STOCK))
@@ -365,5 +365,5 @@ def test_a_training_step_may_return_none_on_one_device(kind: str) -> None:
 @on_ranks(RANKS)
 @pytest.mark.skipif(not since(2, 3), reason="Lightning 2.2 has no such rule")
 def test_a_training_step_may_not_return_none_on_several() -> None:
-    """Lightning's own rule, since 2.3."""
+    """Lightning itself refuses it since 2.3."""
     raises(RuntimeError, "returning None in distributed training", run, TWO[1], Recipe(), toy(body=Skipping))

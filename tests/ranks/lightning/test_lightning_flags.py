@@ -1,6 +1,6 @@
-"""The Trainer's flags and tools around a run: the summary, ``init_module``, tuning, ``sync_batchnorm``, precision.
+"""Trainer flags and tools: the model summary, ``init_module``, throughput, precision, and ``weights_only``.
 
-Faults of the old strategies, and of plugging one into Lightning, that no other test would notice.
+Each test is about a fault of the old strategies, or of using one in Lightning, that no other test would detect.
 """
 
 import pickle
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_cases import STOCK, THREE, TWO, ended, kinds, rows, strategy
 from torch import nn
 
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks
 
@@ -27,7 +27,7 @@ RANKS = 2
 
 
 class _Partly(Toy):
-    """Its first layer is frozen."""
+    """A model whose first layer is frozen."""
 
     def build(self) -> None:
         super().build()
@@ -42,7 +42,7 @@ Summary = tuple[list[str], list[int], int, int, float]
 
 
 def _summaries(kind: str, where: str) -> tuple[list[Summary], list[Any]]:
-    """What ``summarize`` finds when a run begins and within it, and what ``ModelSummary`` shows."""
+    """Return what ``summarize`` reports at the start of a run and within it, and what ``ModelSummary`` shows."""
     warnings.simplefilter("ignore")
     summarize = LIGHTNING.load("utilities.model_summary.summarize")
     seen: list[Summary] = []
@@ -77,8 +77,8 @@ def _summaries(kind: str, where: str) -> tuple[list[Summary], list[Any]]:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("colossalai"))
-def test_model_summary_counts_whole_parameters(kind: str) -> None:
-    """Under the old strategies it counted shards. Also of a model that has no memory before it is sharded."""
+def test_model_summary_counts_unsharded_parameters(kind: str) -> None:
+    """Under the old strategies it counted shards. A model on the meta device is counted, too."""
     frozen, numel = WIDTH * HIDDEN + HIDDEN, HIDDEN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT
     for where in ("init", "configure_model"):
         seen, shown = found = _summaries(kind, where)
@@ -101,7 +101,7 @@ def test_init_module(kind: str, tmp_path: Path) -> None:
     plain.fit(toy(), data())
     plain.save_checkpoint(tmp_path / "one.ckpt")
     expected = ended(plain).weights
-    torch.manual_seed(3)  # that of the model
+    torch.manual_seed(3)  # the dtype of the model
     undrawn = torch.rand(1)
     for empty in (None, False, True):
         made = trainer(strategy(kind))
@@ -140,8 +140,8 @@ MEASURED = [(kind, *case) for kind, case in zip(THREE, FORMATS, strict=True)]
 @pytest.mark.parametrize(
     ("kind", "precision", "flops"), rows(((kind, *case) for kind in THREE for case in FORMATS), MEASURED[1:2], MEASURED)
 )
-def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str, precision: str, flops: int) -> None:
-    """Lightning looks the dtype up by the class of the precision plugin, and took every one of ours for fp32."""
+def test_throughput_uses_the_dtype_of_the_plugin(kind: str, precision: str, flops: int) -> None:
+    """Lightning looks the dtype up by the class of the precision plugin, and took the library's plugins for fp32."""
     warnings.simplefilter("ignore")
     seen: list[float] = []
 
@@ -160,12 +160,12 @@ def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str, precisi
     assert seen == [flops] * 3
 
 
-EXACT = 1.0 + 2.0**-12  # no 16-bit number
+EXACT = 1.0 + 2.0**-12  # a value that 16 bits cannot represent
 
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", of=TWO))
-def test_weights_that_an_evaluation_rounds_are_told_of(kind: str) -> None:
+def test_rounding_of_weights_by_an_evaluation_warns(kind: str) -> None:
     for trained_before in (False, True):
         model = toy(optimizer="sgd", lr=0.0)
         torch.nn.init.constant_(model.net[0].weight, EXACT)
@@ -176,7 +176,8 @@ def test_weights_that_an_evaluation_rounds_are_told_of(kind: str) -> None:
                 run_one(model, data(1))
             said.append(sum("was sharded without an optimizer" in str(each.message) for each in caught))
         close(made)
-        assert said == ([0, 0, 0] if trained_before else [0, int(dist.get_rank() == 0)])  # masters keep them
+        # masters have the exact values
+        assert said == ([0, 0, 0] if trained_before else [0, int(dist.get_rank() == 0)])
         evaluator = trainer(strategy(kind), precision="bf16-mixed")
         evaluator.test(model, data(1), verbose=False)
         close(evaluator)
@@ -192,15 +193,15 @@ class _ByTrainer(Toy):
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("fully_sharded", "colossalai"))
-def test_optimizers_take_parameters_from_the_trainers_model_and_from_the_modules(kind: str) -> None:
-    """FairScale's strategy took those of ``self.trainer.model`` alone, ColossalAI's those of the module alone."""
+def test_optimizers_accept_parameters_of_the_trainers_model_and_of_the_module(kind: str) -> None:
+    """FairScale's strategy accepted those of ``self.trainer.model`` only, ColossalAI's those of the module only."""
     assert worst(fit(strategy(kind), toy(body=_ByTrainer)), fit(strategy(STOCK), toy())) <= 1e-6
 
 
 @on_ranks(RANKS)
 @pytest.mark.full
-def test_a_file_with_classes_says_how_to_allow_them(tmp_path: Path) -> None:
-    """``weights_only`` of ``fit`` and ``test`` never reaches a strategy that restores after its setup."""
+def test_file_with_classes_names_weights_only(tmp_path: Path) -> None:
+    """``weights_only`` of ``fit`` and ``test`` does not reach a strategy that restores after its setup."""
     warnings.simplefilter("ignore")
     path = tmp_path / "one.ckpt"
     source = trainer(strategy(STOCK))
@@ -211,7 +212,7 @@ def test_a_file_with_classes_says_how_to_allow_them(tmp_path: Path) -> None:
         torch.save({**whole, "hyper_parameters": {"options": Namespace(sizes=1)}}, path)
     dist.barrier()
     made = trainer(strategy("deepspeed_3"))
-    if since(2, 6) or not since(2, 4):  # those between read whatever a file has
+    if since(2, 6) or not since(2, 4):  # versions between these read any file
         with pytest.raises(pickle.UnpicklingError, match="weights_only") as caught:
             made.test(toy(), data(1), ckpt_path=path, verbose=False)
         assert "allow the classes by torch.serialization.add_safe_globals" in " ".join(caught.value.__notes__)

@@ -1,6 +1,6 @@
-"""DDPFullyShardedStrategy under Lightning's Trainer on two ranks, against Lightning's own ``ddp``.
+"""DDPFullyShardedStrategy under Trainer on two ranks, compared with Lightning's own ``ddp``.
 
-Every strategy and stage against Lightning's own ``ddp`` on the same model and data.
+A second part compares every strategy and stage with ``ddp``, on the same model and data.
 """
 
 from itertools import product
@@ -13,7 +13,7 @@ from lightning_cases import KINDS, MAIN, STOCK, Recipe, check_same, ended, rows,
 from torch import Tensor
 
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, auto_wrap, wrap
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from tests.support.lightning_setup import Toy, close, data, fit, stock, toy, trainer, worst
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
@@ -23,7 +23,7 @@ TOLERANCE = 1e-6  # fp32: ddp divides before it sums, and sums in another order
 
 
 class Wrapped(Toy):
-    """A model of Lightning 1.x: unit by unit in the hook."""
+    """A model in the style of Lightning 1.x: the hook wraps it unit by unit."""
 
     def configure_sharded_model(self) -> None:
         if self.net is None:
@@ -59,10 +59,11 @@ UNITS = {"net.0", "net.2", None}
     ],
     ids=["default", "by module", "not flattened", "kept", "offloaded", "gradients stay", "wrapped", "auto-wrapped"],
 )
-def test_arguments_have_effects_and_weights_equal_those_of_ddp(
+def test_arguments_have_effects_and_weights_equal_ddp(
     arguments: Any, model: Any, units: set[str | None], resident: bool, homes: tuple[str, str], chunks: int | None
 ) -> None:
-    """Wrapped units, whether chunks stay gathered, homes of parameters and of state, and the number of chunks."""
+    """Check wrapped units, whether chunks stay gathered, the tiers of parameters and of state, and the number of
+    chunks."""
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}  # the epoch ends with one batch left over
     made = trainer(DDPFullyShardedStrategy(**arguments), **options)
     made.fit(toy(schedule=True, **model), data(5))
@@ -79,7 +80,7 @@ def test_arguments_have_effects_and_weights_equal_those_of_ddp(
 
 
 class Watched(Toy):
-    """Notes the dtypes that it computes in."""
+    """Records the dtypes that the model computes in."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         assert self.net is not None
@@ -110,7 +111,7 @@ def test_precision(name: str, dtype: torch.dtype, saved: torch.dtype, most: floa
     after = ended(made).weights
     difference = worst(after, fit(stock(), toy(), max_epochs=2, gradient_clip_val=1.0))
     assert difference <= most and (difference > 1e-5) == (dtype.itemsize == 2)
-    # The module is an ordinary one again, with nothing of its fp32 copies lost.
+    # The module is a plain one again, with the values of its fp32 masters.
     assert worst(after, {n: v.float() for n, v in model.state_dict().items()}) == 0.0
 
 
@@ -118,8 +119,8 @@ def test_precision(name: str, dtype: torch.dtype, saved: torch.dtype, most: floa
 
 
 @on_ranks(RANKS)
-def test_training_goes_on_after_inference_mode() -> None:
-    """Outside gloo Lightning evaluates in inference mode, whose tensors no later backward pass could read."""
+def test_training_continues_after_inference_mode() -> None:
+    """Without gloo, Lightning evaluates in inference mode, and backward cannot use tensors that were created in it."""
     seen: list[bool] = []
 
     class Looking(Toy):
@@ -167,8 +168,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-# Every place where things lie once, with accumulation and clipping together, and of the engine plans what an old
-# strategy had wrong.
+# Every placement once, with accumulation and clipping together; and those engine plans that an old strategy got wrong.
 DEFAULT = {
     "colossalai": {"accumulate_1", "accumulate_3", "clip_norm", "clip_value"},
     "deepspeed_1": {"accumulate_3", "accumulate_3_clip_norm"},
@@ -193,11 +193,12 @@ FULL = [(kind, name) for kind in KINDS for name in DEFAULT.get(kind, {"accumulat
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize(("kind", "name"), rows(product(KINDS, RECIPES), QUICK, FULL))
-def test_equals_stock_ddp(kind: str, name: str) -> None:
-    """Weights within 1e-6, as many steps, the same numbers logged.
+def test_every_strategy_equals_stock_ddp(kind: str, name: str) -> None:
+    """Weights are within 1e-6, after as many steps, with the same logged values.
 
-    Uneven epochs: 5 batches, so accumulating 2 or 3 leaves some over at each epoch's end, which ddp steps on. DeepSpeed
-    under Lightning lost them at stages 1 and 3 and kept them at stage 2; FairScale clipped by each rank's own norm.
+    Epochs have 5 batches, so accumulating 2 or 3 leaves some over at each epoch's end, on which ddp steps. DeepSpeed
+    under Lightning lost them at stages 1 and 3, and carried them over at stage 2; FairScale clipped by each rank's own
+    norm.
     """
     recipe = RECIPES[name]
     found = run(kind, recipe)
@@ -207,6 +208,6 @@ def test_equals_stock_ddp(kind: str, name: str) -> None:
 
 @on_ranks(RANKS)
 def test_the_recipes_differ() -> None:
-    """So that a strategy that ignored clipping or accumulation could not pass."""
+    """A strategy that ignored clipping or accumulation therefore cannot pass."""
     seen = [run(STOCK, recipe).weights["net.0.weight"] for recipe in RECIPES.values()]
     assert min(float((a - b).abs().max()) for i, a in enumerate(seen) for b in seen[:i]) > 1e-3

@@ -1,10 +1,10 @@
-"""The ways in which Lightning's processes start; they end with the same weights.
+"""The launchers of Lightning's processes (popen, spawn, torchrun): all end with the same weights.
 
-An interpreter of its own has Lightning after 7 s of a core, so by default none is started: the script itself runs in a
-fork of the server behind the rank pool, which has imported all of it, and so do the ranks of torchrun's agent and the
-command with which popen starts the second rank.
+A new interpreter takes 7 s of a core to import Lightning, so by default none is started: the script runs in a fork of
+the rank pool's server, which has imported it, and so do the ranks of torchrun's agent and the command with which popen
+starts the second rank.
 
-``examples/lightning_strategies.py`` as printed, on ranks that look to it as if torchrun had started them.
+``examples/lightning_strategies.py`` runs unchanged on ranks with torchrun's environment.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ def method(how: str) -> str:
 
 
 def _forked(command: list[str], env: dict[str, str], cwd: str | None) -> Forked:
-    """Lightning's command for another rank, in a fork: same arguments, same environment."""
+    """Run Lightning's command for another rank in a fork, with the same arguments and environment."""
     assert command[0] == sys.executable and command[1] == PROGRAM and cwd is None, (command, cwd)
     return fork_rank(command[1:], env)
 
 
 def _program(directory: str, how: str) -> None:
-    os.setsid()  # all that it starts can be ended together
+    os.setsid()  # all its processes can be ended together
     with open(f"{directory}/output", "wb") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
@@ -70,8 +70,8 @@ def _program(directory: str, how: str) -> None:
     [LAUNCHERS[:1], *full(LAUNCHERS[:2]), *campaign(LAUNCHERS)],
     ids=["one", "two", "all"],
 )
-def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, launchers: list[str]) -> None:
-    """After spawned training the main process has the trained model: it writes the weights."""
+def test_popen_spawn_and_torchrun_give_the_same_weights(tmp_path: Path, launchers: list[str]) -> None:
+    """After spawned training the main process has the trained model, and writes the weights."""
     running = {}
     for how in launchers:
         (tmp_path / how).mkdir()
@@ -112,7 +112,7 @@ def _run(strategy: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", [*campaign("colossalai", "deepspeed"), "ddp_fully_sharded"])
-def test_it_learns_under_each_strategy_and_leaves_one_checkpoint(strategy: str, tmp_path: Path) -> None:
+def test_example_learns_under_each_strategy_and_leaves_one_checkpoint(strategy: str, tmp_path: Path) -> None:
     first, second = run_ranks(RANKS, _run, strategy, str(tmp_path))
     found = re.search(rf"{strategy}: validation loss (\S+) -> (\S+); rank 0 keeps (\d+) of (\d+) bytes", first)
     assert found is not None, first

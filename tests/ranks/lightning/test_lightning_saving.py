@@ -1,6 +1,6 @@
-"""Checkpoints of a Trainer beyond directories: single files, weights alone, the background, random numbers, misuse.
+"""Saving by a Trainer: single files, weights only, asynchronous saving, random numbers, hyperparameters, and errors.
 
-Directories where Lightning expects a file, and torchmetrics under the strategies.
+Also directories where Lightning expects a file, and states of torchmetrics.
 """
 
 import functools
@@ -29,7 +29,7 @@ from shardwise.lightning import (
     convert_zero_checkpoint_to_fp32_state_dict,
     to_single_file,
 )
-from shardwise.strategies.namespace import FABRIC, LIGHTNING
+from shardwise.strategies.lightning_packages import FABRIC, LIGHTNING
 from shardwise.testing import assert_close, run_ranks
 from tests.support.lightning_setup import OUT, Toy, close, data, fabric, fit, since, stock, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks, raises
@@ -40,7 +40,7 @@ Strategy = DDPFullyShardedStrategy
 
 
 class Dropping(Toy):
-    """With dropout, so that the random numbers matter, and a buffer."""
+    """A model with dropout, which shows its random numbers, and a buffer."""
 
     def build(self) -> None:
         super().build()
@@ -75,7 +75,7 @@ def test_random_numbers_and_loss_scale_are_restored(tmp_path: Path) -> None:
 
 
 class Described(Toy):
-    """Hyperparameters of many classes, one of which is no data."""
+    """Has hyperparameters of many classes, one of which is no plain data."""
 
     def __init__(self, act: Any, folder: Path, options: Namespace, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -98,7 +98,7 @@ def save_described(path: str) -> int:
     return sum("are without" in str(each.message) for each in said)
 
 
-def test_what_is_no_data_is_left_out_of_the_hyperparameters(tmp_path: Path) -> None:
+def test_hyperparameters_that_are_no_data_are_not_saved(tmp_path: Path) -> None:
     assert run_ranks(RANKS, save_described, str(tmp_path)) == [0] * RANKS
     files = sorted((tmp_path / "one.ckpt").iterdir())
     assert [file.suffix for file in files] == [".json", *[".safetensors"] * RANKS]
@@ -108,7 +108,7 @@ def test_what_is_no_data_is_left_out_of_the_hyperparameters(tmp_path: Path) -> N
     load = type(described()).load_from_checkpoint
     if "weights_only" in inspect.signature(load).parameters:
         load = functools.partial(load, weights_only=False)
-    elif not since(2, 4):  # it reads what torch takes for data alone
+    elif not since(2, 4):  # it reads what torch accepts as data
         return
     raises(TypeError, "'act'", lambda: load(tmp_path / "one"))
     model = load(tmp_path / "one", act=nn.ReLU())
@@ -125,7 +125,7 @@ def test_what_is_no_data_is_left_out_of_the_hyperparameters(tmp_path: Path) -> N
     ],
 )
 def test_save_weights_only(kind: str, precision: str, ranks: int, tmp_path: Path) -> None:
-    """By a callback and by a call; under 16 bits they are the masters, bit for bit."""
+    """Save by a callback and by a call; with 16-bit parameters the saved weights are the masters, bit for bit."""
     keep = saver(str(tmp_path), save_weights_only=True, filename="kept")
     made = trainer(strategy(kind), callbacks=[keep], enable_checkpointing=True, precision=precision)
     made.fit(toy(), data())
@@ -142,9 +142,9 @@ def test_save_weights_only(kind: str, precision: str, ranks: int, tmp_path: Path
         other.validate(toy(seed=9), data(), ckpt_path=path, verbose=False)
         generator = torch.get_rng_state()
         other.strategy.load_checkpoint(path)
-        assert torch.equal(torch.get_rng_state(), generator)  # evaluation leaves the random numbers alone
+        assert torch.equal(torch.get_rng_state(), generator)  # evaluation does not change the random state
         rounded = {name: value.to(used).float() for name, value in expected.items()}
-        assert worst(rounded, ended(other).weights) == 0.0  # for an evaluation there are no masters
+        assert worst(rounded, ended(other).weights) == 0.0  # an evaluation has no masters
     again = trainer(strategy(kind), max_epochs=2, precision=precision)
     with pytest.warns(UserWarning, match="holds weights only: optimizers and schedulers start from"):
         again.fit(toy(seed=9, schedule=True), data(), ckpt_path=path)
@@ -153,8 +153,7 @@ def test_save_weights_only(kind: str, precision: str, ranks: int, tmp_path: Path
 
 
 @on_ranks(RANKS)
-def test_training_begins_with_weights_of_another_format(tmp_path: Path) -> None:
-    """A Hugging Face directory to begin with."""
+def test_training_starts_from_a_hugging_face_directory(tmp_path: Path) -> None:
     save_file(dict(toy().state_dict()), tmp_path / "model.safetensors")
     made = trainer(Strategy())
     with pytest.warns(UserWarning, match="holds weights only: optimizers and counters start from"):
@@ -165,7 +164,7 @@ def test_training_begins_with_weights_of_another_format(tmp_path: Path) -> None:
 @on_ranks(RANKS)
 @pytest.mark.full
 def test_single_files_through_a_checkpoint_io(tmp_path: Path) -> None:
-    """A ``checkpoint_io`` gives single files that stock Lightning goes on from, and so do ours."""
+    """With a ``checkpoint_io`` the strategies write single files that stock Lightning and they themselves resume."""
     io = type("Io", (LIGHTNING.load("plugins.io.TorchCheckpointIO"),), {})()
     first = trainer(Strategy(checkpoint_io=io))
     first.fit(toy(schedule=True), data())
@@ -193,8 +192,8 @@ def test_asynchronous_saving(tmp_path: Path) -> None:
 
 @on_ranks(RANKS)
 @pytest.mark.full
-def test_learning_rate_finder_leaves_nothing_changed(tmp_path: Path) -> None:
-    """It saves, trains, restores and removes."""
+def test_learning_rate_finder_restores_everything(tmp_path: Path) -> None:
+    """It saves, trains, restores and removes its file."""
     find = LIGHTNING.load("callbacks.LearningRateFinder")
     options = {"loader": data(8), "default_root_dir": tmp_path, "enable_checkpointing": True}
     expected, found = (
@@ -202,15 +201,15 @@ def test_learning_rate_finder_leaves_nothing_changed(tmp_path: Path) -> None:
         for make in (stock, Strategy)
     )
     assert list(tmp_path.glob(".lr_find*")) == [] and worst(found, expected) <= 1e-6
-    # Before 2.5 Lightning goes on after the batches of the search, under ddp too.
+    # Before 2.5, Lightning continues after the batches of the search, under ddp too.
     assert worst(expected, fit(stock(), toy(), loader=data(8))) <= 1e-6 or not since(2, 5)
 
 
-# -- a module that has changed since it was saved: state by name, schedules by class
+# -- a module that has changed since it was saved: state is matched by name, schedules by class
 
 
 class _Changed(Toy):
-    """One layer more, and another class of schedule or optimizer where that is asked for."""
+    """A module with one more layer, and another class of schedule or optimizer on request."""
 
     other: str = ""
 
@@ -228,7 +227,7 @@ class _Changed(Toy):
 
 
 class _Seen(_Changed):
-    """What is there when the first step begins."""
+    """Records the optimizer state and the schedule when the first step begins."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         if not self.seen:
@@ -250,7 +249,7 @@ def _save(kind: str, path: str) -> list[Any]:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", ["fully_sharded", pytest.param("colossalai", marks=pytest.mark.campaign)])
-def test_state_goes_by_name_unless_loading_is_strict(kind: str, tmp_path: Path) -> None:
+def test_state_is_matched_by_name_unless_loading_is_strict(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "one.ckpt")
     epoch, rate = _save(kind, path)
     stays = "the state is of StepLR, the scheduler a CosineAnnealingLR; it stays as it is"
@@ -264,7 +263,7 @@ def test_state_goes_by_name_unless_loading_is_strict(kind: str, tmp_path: Path) 
         told = [str(each.message) for each in caught]
         assert any("start without state: more.weight, more.bias" in each for each in told) == (dist.get_rank() == 0)
         assert any(stays in each for each in told) == bool(other)
-        assert model.seen[:2] == [list(range(6)), begins]  # the new layer, 6 and 7, has none
+        assert model.seen[:2] == [list(range(6)), begins]  # the new layer, 6 and 7, has no state
         assert other or model.seen[2] == [pytest.approx(rate)]
 
 
@@ -276,8 +275,8 @@ def test_state_goes_by_name_unless_loading_is_strict(kind: str, tmp_path: Path) 
         ("optimizer", "optimizer 0 is RMSprop, but the checkpoint has the state of"),
     ],
 )
-def test_another_class_is_an_error(other: str, words: str, tmp_path: Path) -> None:
-    """Nothing is new but a class; nothing is loaded."""
+def test_state_of_another_class_is_an_error(other: str, words: str, tmp_path: Path) -> None:
+    """The class is the only change, and nothing is loaded."""
     _save("fully_sharded", str(tmp_path / "one.ckpt"))
 
     class Same(_Changed):
@@ -343,7 +342,7 @@ class Hyper(Toy):
 
 
 def directories_resumed(kind: str, path: str) -> dict[str, Tensor]:
-    """A straight run of ddp, or one that begins under a strategy, and goes on under ddp from its directory."""
+    """Run ddp without interruption, or begin under a strategy and resume its directory under ddp."""
     arguments = {"accumulate_grad_batches": 2, "limit_train_batches": 4}
     made = trainer(strategy(kind), max_epochs=2 if kind == STOCK else 1, **arguments)
     made.fit(toy(body=Hyper, schedule=True, seed=8), data())
@@ -355,8 +354,8 @@ def directories_resumed(kind: str, path: str) -> dict[str, Tensor]:
 
 
 @on_ranks(RANKS)
-def test_ddp_of_fabric_goes_on_from_a_directory(tmp_path: Path) -> None:
-    """Fabric's own data parallelism reads what ours saved."""
+def test_ddp_of_fabric_resumes_a_directory(tmp_path: Path) -> None:
+    """Fabric's own data parallelism loads what the strategies saved."""
     own = fabric(shardwise.fabric.DDPFullyShardedStrategy(), FABRIC)
     model = nn.Linear(3, 3)
     sharded, optimizer = own.setup(model, torch.optim.Adam(model.parameters()))
@@ -375,8 +374,9 @@ def test_ddp_of_fabric_goes_on_from_a_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", rows(THREE, [], ["fully_sharded"]))
-def test_ddp_goes_on_from_a_directory(name: str, tmp_path: Path) -> None:
-    """As the straight run of ddp ends: weights, schedules, moments and counters; and one process loads the module."""
+def test_ddp_resumes_a_directory(name: str, tmp_path: Path) -> None:
+    """The run ends as uninterrupted ddp: weights, schedules, moments and counters; one process can load the module,
+    too."""
     straight, found = (run_ranks(RANKS, directories_resumed, each, str(tmp_path))[0] for each in (STOCK, name))
     assert worst(straight, found) < 1e-6
     kind = type(toy(body=Hyper))
@@ -398,7 +398,7 @@ def test_ddp_goes_on_from_a_directory(name: str, tmp_path: Path) -> None:
 
 
 class Measured(Toy):
-    """A metric from the constructor, whose state is kept in checkpoints, and one from ``configure_model``."""
+    """Has a metric from the constructor, whose state is saved in checkpoints, and one from ``configure_model``."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -440,8 +440,8 @@ def measured(kind: str, path: str) -> tuple[dict[str, float], list[float]]:
 
 
 @pytest.mark.parametrize("kind", kinds("colossalai"))
-def test_metrics_of_ranks_are_put_together(kind: str, tmp_path: Path) -> None:
-    """The values that ddp logs, on both ranks; a kept state is each rank's own in a directory."""
+def test_metrics_are_reduced_over_ranks(kind: str, tmp_path: Path) -> None:
+    """Both ranks log ddp's values; in a directory, each rank has its own saved metric state."""
     both = (run_ranks(RANKS, measured, each, str(tmp_path)) for each in (kind, STOCK))
     for rank, ((found, kept), (logged, of_stock)) in enumerate(zip(*both, strict=True)):
         assert found == pytest.approx(logged, abs=1e-5) and logged["mean_epoch"] != 0.0

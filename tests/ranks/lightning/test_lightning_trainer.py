@@ -1,4 +1,4 @@
-"""Everything that a Trainer does, with each strategy and with Lightning's own ``ddp``."""
+"""Features of the Trainer, with each strategy, compared with Lightning's own ``ddp``."""
 
 import shutil
 import tempfile
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import grad_norm
 from lightning_cases import KINDS, STOCK, TWO, Ended, Recipe, check_same, ended, kinds, rows, run, strategy
 from torch import Tensor, nn
 
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from tests.support.lightning_setup import HIDDEN, OUT, Silent, Toy, close, data, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks, raises
 
@@ -29,13 +29,13 @@ Scenario = Callable[[str], Ended]
 
 
 def accumulation_changes(kind: str) -> Ended:
-    """1, then 3, then 2 batches a step, 5 batches an epoch."""
+    """Accumulate 1, then 3, then 2 batches per step, with 5 batches per epoch."""
     scheduler = callback("GradientAccumulationScheduler", scheduling={0: 1, 1: 3, 2: 2})
     return run(kind, Recipe(epochs=3), callbacks=[scheduler])
 
 
 def saving_within_an_accumulation(kind: str) -> Ended:
-    """After every second batch, when three make a step: the gradients so far stay."""
+    """Save after every second batch while three make a step: the accumulated gradients stay."""
     with tempfile.TemporaryDirectory() as folder:
         saver = callback("ModelCheckpoint", dirpath=folder, save_top_k=-1, filename="{step}", monitor="val_loss")
         recipe = Recipe(accumulate=3, clip=0.05)
@@ -46,7 +46,7 @@ def saving_within_an_accumulation(kind: str) -> Ended:
 
 
 def fit_twice(kind: str) -> Ended:
-    """The same Trainer goes on; then another begins with the trained model."""
+    """Continue with the same Trainer; then train the trained model with another one."""
     model = toy()
     made = trainer(strategy(kind), max_epochs=1)
     made.fit(model, data(), data(2, seed=1))
@@ -72,7 +72,7 @@ class _Unfreezes(_Freezes):
 
 
 def freezing(kind: str) -> Ended:
-    """Resumed once: the callback sets the optimizer's groups again."""
+    """Resume once: the callback sets the optimizer's groups again."""
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     saver = callback("ModelCheckpoint", dirpath=folder[0], filename="one")
@@ -95,7 +95,7 @@ class _Halved(Toy):
 
 
 def own_backward(kind: str) -> Ended:
-    """ColossalAI and DeepSpeed ignored the hook, with a warning."""
+    """ColossalAI and DeepSpeed ignored this hook, with a warning."""
     return run(kind, Recipe(), toy(body=_Halved, optimizer="sgd"))
 
 
@@ -164,7 +164,8 @@ def two_optimizers_by_hand(kind: str) -> Ended:
 
 
 def compiled(kind: str) -> Ended:
-    """The whole LightningModule; for ZeRO-3 and FSDP this was refused or wrong. The oracle runs what is compiled."""
+    """Compile the full LightningModule; ZeRO-3 and FSDP refused it or were wrong. The oracle runs the original
+    module."""
     recipe, model = Recipe(batches=3, epochs=1), toy(body=Silent)
     if kind == STOCK:
         return run(kind, recipe, model)
@@ -175,7 +176,7 @@ def compiled(kind: str) -> Ended:
 
 
 def evaluated_first(kind: str) -> Ended:
-    """Old ColossalAI: "You should run a completed iteration as your warmup iter"."""
+    """The old ColossalAI raised "You should run a completed iteration as your warmup iter"."""
     model = toy(schedule=True)
     made = trainer(strategy(kind), max_epochs=2)
     loaders = [data(2, seed=1), data(2, seed=2)]
@@ -196,7 +197,7 @@ def evaluated_first(kind: str) -> Ended:
 
 
 class _Reporting(Toy):
-    """Logs the norms of its gradients, clips them by torch, and looks at one before it is dropped."""
+    """Logs the norms of its gradients, clips them by torch, and reads one before it is freed."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))  # type: ignore[attr-defined, arg-type]
@@ -228,7 +229,7 @@ class _InOldHook(_InHook):
 
 
 def built_in_a_hook(kind: str, body: type = _InHook, hook: str = "configure_model") -> Ended:
-    """It runs at every entry point; the trained model is the one that was built first."""
+    """The hook runs at every entry point; the trained model is the one that was built first."""
     model = toy(body=body, where=hook)
     made = trainer(strategy(kind))
     assert model.net is None
@@ -266,8 +267,8 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-# Each scenario at least once. Twice and more where an engine plan has a way of its own (gradients between batches, that
-# deepspeed_1 alone keeps whole), and where each of two old strategies was wrong.
+# Each scenario at least once. More often where an engine plan has its own code (deepspeed_1 alone has unsharded
+# gradients between batches), and where both old strategies were wrong.
 QUICK = [
     *product(["colossalai"], ["own_optimizer_step", "evaluated_first", "built_in_a_hook"]),
     ("deepspeed_1", "saving_within_an_accumulation"),
@@ -284,7 +285,7 @@ assert {name for _, name in QUICK + FULL} == set(SCENARIOS)
 
 @on_ranks(RANKS, timeout=120.0)
 @pytest.mark.parametrize(("kind", "name"), rows(product(KINDS, SCENARIOS), QUICK, FULL))
-def test_as_stock_ddp(kind: str, name: str) -> None:
+def test_scenario_equals_stock_ddp(kind: str, name: str) -> None:
     warnings.simplefilter("ignore")
     check_same(SCENARIOS[name](kind), SCENARIOS[name](STOCK), most=1e-5 if "reported" in name else 1e-6)
 
@@ -300,7 +301,7 @@ class _Rebuilds(Toy):
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", of=TWO))
-def test_a_hook_that_builds_again_does_not_lose_the_training(kind: str) -> None:
+def test_hook_that_builds_again_does_not_discard_training(kind: str) -> None:
     model = toy(body=_Rebuilds)
     made = trainer(strategy(kind))
     made.fit(model, data(2))
@@ -316,7 +317,7 @@ def test_a_hook_that_builds_again_does_not_lose_the_training(kind: str) -> None:
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3", of=TWO))
 def test_decisions_reach_every_rank(kind: str) -> None:
-    """``reduce`` of ColossalAI gave its result to rank 0 only, so others stopped and saved at other times."""
+    """ColossalAI's ``reduce`` returned its result on rank 0 only, so other ranks stopped and saved at other times."""
     made = trainer(strategy(kind))
     made.fit(toy(), data(1))
     decide, mine = made.strategy.reduce_boolean_decision, dist.get_rank() == 1
@@ -334,7 +335,7 @@ class _OneRankStops(Toy):
 @on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", of=TWO))
 def test_early_stopping_of_one_rank_stops_all(kind: str) -> None:
-    """Rank 1's metric stands still, rank 0's falls."""
+    """Rank 1's metric does not improve, rank 0's does."""
     warnings.simplefilter("ignore")
     made = trainer(strategy(kind), max_epochs=9, callbacks=[callback("EarlyStopping", monitor="mine", patience=1)])
     made.fit(toy(body=_OneRankStops), data(1), data(1))
@@ -347,7 +348,7 @@ def test_early_stopping_of_one_rank_stops_all(kind: str) -> None:
 
 @on_ranks(1)
 def test_callbacks_that_average_or_unfreeze_are_refused() -> None:
-    """Each of them: tests/unit/test_lightning_classes.py."""
+    """tests/unit/lightning/test_lightning_classes.py has every such callback."""
     for each, why in (
         (callback("StochasticWeightAveraging", swa_lrs=0.1), "it averages and exchanges unsharded parameters"),
         (_Unfreezes(), "it unfreezes parameters during training"),

@@ -1,8 +1,7 @@
-"""Placement from the memory trace (``auto``): the same bits within any capacity.
+"""Placement by the memory trace (``"auto"``), and the limit of a device capacity.
 
-What ``"auto"`` says and does where damage shows only after values of a checkpoint were taken over.
-
-A declared device capacity with fixed homes: who does not fit is told so, on every rank, and nothing is lost.
+Training has the same bits within any capacity. A capacity that is too small raises on every rank and loses no state. A
+damaged checkpoint whose error comes late reports what was loaded already.
 """
 
 import contextlib
@@ -20,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.core.base.device import live_bytes
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.tier import Tier
-from shardwise.core.memory.trace import MemStats, trace_memory
+from shardwise.core.memory.trace.standalone import trace_memory
+from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.hooks import in_backward
+from shardwise.core.shards.gather_hooks import in_backward
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
@@ -41,7 +40,7 @@ WIDTH = 32
 
 
 class Block(nn.Module):
-    """``[rows, 32]``, 8.3 thousand parameters."""
+    """A layer of ``[rows, 32]``, 8.3 thousand parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks in order ``order``, the next ``order`` at each call; ``checkpointed`` recomputes them in backward."""
+    """Blocks in the order ``order``, the next order at each call; ``checkpointed`` recomputes them in backward."""
 
     def __init__(self, orders: Sequence[Sequence[int]], checkpointed: bool = False) -> None:
         super().__init__()
@@ -75,20 +74,20 @@ BLOCK_BYTES = 4 * sum(p.numel() for p in Block().parameters())
 
 
 def auto(capacity: int, warmup: float = 0.8, steady: float = 0.9, margin: float = 0.0) -> TierPlan:
-    """Placement from the trace."""
+    """Return a plan with placement by the trace."""
     ratios = AutoPlan(warmup_non_model_ratio=warmup, steady_capacity_ratio=steady, margin_ratio=margin)
     return replace(on_device(), device_capacity_bytes=capacity, auto=ratios)
 
 
 def plan_of(tiers: TierPlan | None = None, **changes: Any) -> Plan:
-    """ZeRO-3 by block, nothing fetched ahead."""
+    """Return ZeRO-3 with a unit per block and without prefetch."""
     plan = zero(3).but(**({"prefetch": 0} | changes))
     return plan if tiers is None else plan.but(tiers=tiers)
 
 
 @dataclass
 class Found:
-    """One training run on a rank; lists by step."""
+    """One training run on a rank, with a list entry per step."""
 
     losses: list[float] = field(default_factory=list)
     state: str = ""
@@ -99,11 +98,11 @@ class Found:
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     stats: MemStats | None = None
     rest: int = 0
-    """The most besides model data, over all steps that were traced."""
+    """The maximum of memory in addition to model data, over all traced steps."""
 
 
 Step = Callable[[Session, int], list[Tensor]]
-"""Losses of one step, each for a backward pass."""
+"""The losses of one step, each for a backward pass."""
 
 
 def x_of(rank: int, step: int, rows: int = 8) -> Tensor:
@@ -123,7 +122,7 @@ def train(
     prepare: Callable[[Session], None] | None = None,
     watched: bool = True,
 ) -> Found:
-    """One run on a rank; ``watched``: with :func:`watch`, which takes several times as long as the training."""
+    """Run once on a rank; ``watched`` calls :func:`watch`, which takes several times as long as the training."""
     torch.manual_seed(0)
     model = build_model()
     found = Found()
@@ -152,7 +151,7 @@ def train(
 
 
 def watch(session: Session, found: Found) -> None:
-    """Note the budget at each use, and compare the accounts with a count of their own."""
+    """Record the budget at each use, and compare the accounts with an independent count."""
     pool, ledger = session.engine.pool, session.ledger
 
     def use(unit: int) -> None:
@@ -161,21 +160,21 @@ def watch(session: Session, found: Found) -> None:
 
     def ready(unit: int) -> None:
         if ledger.capacity_bytes is not None:
-            # Optimizer state that is not made yet is accounted for.
-            counted, accounted = model_data(session), ledger.model_bytes() - session.engine.accounts.foreseen_bytes()
+            # Optimizer state that does not exist yet is accounted for.
+            counted, accounted = model_data(session), ledger.model_bytes() - session.engine.accounts.reserved_bytes()
             assert counted == accounted, f"{accounted} accounted, {counted} are there: {ledger.bytes_by_kind()}"
             held = sum(ledger.bytes_by_kind().values())
             assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.bytes_by_kind()}"
 
-    session.engine.events.unit_wanted.listen(use)
+    session.engine.events.unit_requested.listen(use)
     session.engine.events.unit_ready.listen(ready)
 
 
 def model_data(session: Session) -> int:
-    """Bytes of model data on the device, from the tensors themselves."""
+    """Return the bytes of model data on the device, from the tensors themselves."""
     engine = session.engine
     tensors = [chunk.full for chunk in engine.shards.chunks if chunk.full is not None]
-    tensors += [chunk.exchange.local for chunk in engine.shards.chunks if chunk.source.tier is Tier.DEVICE]
+    tensors += [chunk.source.exchange.local for chunk in engine.shards.chunks if chunk.source.tier is Tier.DEVICE]
     tensors += [array for idle in engine.pool.arrays._idle.values() for array in idle]
     tensors += engine.grads.reducer._buckets.arrays()
     for grads in engine.grads.reducer.states:
@@ -192,14 +191,15 @@ def model_data(session: Session) -> int:
                     tensors += [v for v in own.optimizer.state.get(piece.value, {}).values() if isinstance(v, Tensor)]
         tensors += [s for (_, tier), s in own.updates.stepper._scratch.items() if tier is Tier.DEVICE]
     given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._dropped) if s is not None)
-    return live_bytes(tensors) + given_up
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()) + given_up
 
 
 ROOMY = 100 * BLOCK_BYTES
 
 
 def with_evaluation(session: Session, step: int) -> list[Tensor]:
-    """Evaluation before the first step and between steps, of other sizes, in both ways; then generation."""
+    """Evaluate before the first step and between steps, with other batch sizes, in both ways; then generate."""
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             session.module.eval()
@@ -228,7 +228,7 @@ def accumulating(session: Session, step: int) -> list[Tensor]:
 
 
 def by_rank(session: Session, step: int) -> list[Tensor]:
-    """Ranks use different blocks."""
+    """Use different blocks on different ranks."""
     model = session.module.unwrap()
     model.calls = step + session.mesh.rank
     return plain_step(session, step)
@@ -246,23 +246,23 @@ PROGRAMS: dict[str, tuple[Callable[[], Stack], Step]] = {
 
 
 UNSTEADY = {"changing", "ranks differ", "evaluation", "rows"}
-"""Gradients in an unexpected order wait in memory of their own, ``gathered()`` needs all blocks at once, and a batch
-that has grown was not foreseen by the trace."""
+"""Programs that need more: gradients in an unexpected order wait in separate memory, ``gathered()`` needs all blocks at
+once, and a larger batch is not in the trace."""
 
 
 def tight(name: str, rest: int, ranks: int) -> int:
-    """Bytes of a capacity that is hardly enough: two gradients under way, more where ranks wait for each other, and the
+    """Return a capacity that is just enough: two gradients in flight, more where ranks wait for each other, and the
     blocks in use."""
     return rest + (11 if ranks > 1 or name in UNSTEADY else 5) * BLOCK_BYTES
 
 
 SOME = {"checkpointed twice": 3, "changing": 4, "evaluation": 3, "rows": 4, "forwards": 3, "accumulation": 3}
-"""Steps of each; "ranks differ" is what several ranks run."""
+"""Numbers of steps; several ranks run "ranks differ" as well."""
 SEVERAL = dict.fromkeys(["checkpointed twice", "evaluation", "ranks differ"], 4)
 
 
 def programs(shared: bool | None, steps: dict[str, int], changes: dict[str, Any]) -> dict[str, dict[str, Found]]:
-    """On a rank: each program without a limit, under a tight and under a roomy capacity."""
+    """Run each program on a rank without a limit, and under a tight and a roomy capacity."""
     found: dict[str, dict[str, Found]] = {}
     with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
         for name in steps:
@@ -283,7 +283,7 @@ def programs(shared: bool | None, steps: dict[str, int], changes: dict[str, Any]
     *campaign((2, False, SEVERAL, {"same_order": False})),
     *full((2, False, {"ranks differ": 3}, {"prefetch": 2, "same_order": False})),
     *campaign((4, None, {"ranks differ": 4}, {})),
-    (1, None, {"evaluation": 3, "accumulation": 3}, {}),  # the tests below have others
+    (1, None, {"evaluation": 3, "accumulation": 3}, {}),  # the tests below have the other programs
 ])  # fmt: skip
 def test_same_bits_within_the_capacity(
     ranks: int, shared: bool | None, steps: dict[str, int], changes: dict[str, Any]
@@ -317,18 +317,18 @@ def test_ratios_are_respected() -> None:
     found = {name: train(partial(Stack, PLAIN), plan_of(tiers), None) for name, tiers in runs.items()}
     everything = 8 * BLOCK_BYTES
     assert len({run.state for run in found.values()}) == 1
-    # Before there is a trace: that share of the capacity stays free of model data, but the block in use is there.
+    # Before there is a trace, that share of the capacity stays free of model data, except for the block in use.
     assert found["narrow start"].peak_gathered[0] <= 0.03 * ROOMY < everything
     assert found["no start"].peak_gathered[0] == BLOCK_BYTES
-    assert found["no start"].moved[0] > everything  # and so it is fetched again in backward
+    assert found["no start"].moved[0] > everything  # so the block is gathered again in backward
     assert found["wide start"].peak_gathered[0] == everything == found["wide start"].moved[0]
-    # Afterwards what is left is filled.
+    # Afterwards the remaining capacity is filled.
     for name in ("narrow start", "no start", "wide start"):
         assert found[name].peak_gathered[1:] == [everything] * 3 and found[name].moved[1:] == [everything] * 3
     for step, budgets in enumerate(found["half"].budgets[1:], 1):
         assert max(budgets) <= 0.2 * 40 * BLOCK_BYTES
         assert found["half"].peak_gathered[step] <= 0.2 * 40 * BLOCK_BYTES - found["half"].rest < everything
-    # State moves: nothing, a share of it, all of it.
+    # Optimizer state on the device: none, a share of it, all of it.
     kinds = ("masters", "optimizer state")
     moved = {k: sum(found[k].tiers["device"].get(kind, 0) for kind in kinds) for k in found}
     assert moved["no margin"] == 0 < moved["little margin"] < moved["margin"]
@@ -337,7 +337,7 @@ def test_ratios_are_respected() -> None:
     assert found["little margin"].tiers["host"]["optimizer state"] > 0
 
 
-# ---- what the trace did not foresee
+# ---- memory that the trace did not foresee
 
 
 def more_rows(session: Session, step: int) -> list[Tensor]:
@@ -345,8 +345,8 @@ def more_rows(session: Session, step: int) -> list[Tensor]:
 
 
 @on_ranks(1)
-def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
-    """The first steps leave room for all blocks; what a later step needs itself leaves room for some of them."""
+def test_larger_batch_evicts_blocks() -> None:
+    """The first steps leave room for all blocks; a later step with more rows leaves room for some of them only."""
     model = partial(Stack, PLAIN)
     plain, roomy = (train(model, plan_of(tiers), None, more_rows) for tiers in (None, auto(ROOMY)))
     limit = roomy.rest + 7 * BLOCK_BYTES
@@ -361,7 +361,7 @@ def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
 
 @on_ranks(1)
 def test_a_trace_replaces_the_warm_up_step(tmp_path: Path) -> None:
-    """Runs with a saved trace, and with one of ``trace_memory``, which knows modules and no units."""
+    """Train with a saved trace, and with one of ``trace_memory``, which has modules instead of units."""
     model, tiers = partial(Stack, PLAIN), auto(12 * BLOCK_BYTES, warmup=1.0)
     first = train(model, plan_of(tiers), None)
     assert first.stats is not None and first.moved[0] > first.moved[-1]
@@ -393,7 +393,7 @@ def test_a_trace_replaces_the_warm_up_step(tmp_path: Path) -> None:
         network = model()
         with sharded(network, torch.optim.SGD(network.parameters(), lr=0.1), plan) as session:
             assert words in raises(ValueError, "same plan recorded", session.use_memory_stats, stats)
-    # A trace of another order is only a bad guess.
+    # A trace of another order is only a bad prediction.
     wrong = replace(saved, moments=list(saved.moments)[::-1])
     skips = partial(Stack, SKIPS)
     guessed = train(skips, plan_of(tiers), None, prepare=partial(prepare, wrong))
@@ -409,7 +409,7 @@ def save(root: str, tags: list[str]) -> None:
 
 
 def loaded(root: str, strict: bool) -> tuple[str, str]:
-    """The class and text of what a load raised, or the tag that it took and nothing."""
+    """Return the class and text of the error of a load, or the tag if it loaded without one."""
     subject = EngineSubject()
     subject.step()
     try:
@@ -422,7 +422,7 @@ def loaded(root: str, strict: bool) -> tuple[str, str]:
 
 
 def damage(folder: Path, name: str) -> None:
-    """Another byte in the last piece of a tensor."""
+    """Change a byte in the last shard of a tensor."""
     manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
     file, offset, *_ = manifest["tensors"][name]["pieces"][-1]
     path = folder / manifest["files"][file][0]
@@ -432,13 +432,13 @@ def damage(folder: Path, name: str) -> None:
 
 
 def without(folder: Path, name: str) -> None:
-    """The checkpoint lacks a parameter, as that of a smaller model does."""
+    """Remove a parameter from the checkpoint, as that of a smaller model lacks it."""
     path = ["tensors", f"model/{name}"]
     apply_change(folder, {"op": "tree", "file": "manifest.json", "do": "drop", "path": path})
 
 
 @pytest.mark.parametrize("ranks", [1, *full(2)])
-def test_auto_says_what_damaged_checkpoints_have_replaced(tmp_path: Path, ranks: int) -> None:
+def test_auto_reports_what_a_damaged_checkpoint_replaced(tmp_path: Path, ranks: int) -> None:
     whole, partly = tmp_path / "whole", tmp_path / "partly"
     run_ranks(ranks, save, str(whole), ["old", "new"])
     damage(whole / "new", "model/second.bias")
@@ -466,8 +466,8 @@ def fixed(capacity: int | None, param: float = 0.0, state: float = 0.0) -> TierP
 
 @pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
 @on_ranks()
-def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
-    """A step fails for its batch; smaller ones go on from where training was."""
+def test_training_continues_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
+    """A step fails for its large batch; smaller batches continue from the state before it."""
     limit = FOUR_BLOCKS + 8 * BLOCK_BYTES
     states = []
     with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
@@ -494,7 +494,7 @@ def one_step(session: Session, step: int, rows: int) -> None:
     session.optimizers[0].step()
 
 
-# ---- one rank only: without shared memory the others would wait for it
+# ---- one rank only: without shared memory the other ranks would wait for it
 
 
 PLACES = [
@@ -504,7 +504,7 @@ PLACES = [
     ("backward", "before the next unit"),
     ("backward", "in the backward pass"),
 ]
-"""Where one rank finds its memory too small: by the phase and by what the ledger is asked for."""
+"""Places where one rank runs out of memory: the phase, and the request to the ledger."""
 
 
 @contextlib.contextmanager
@@ -526,7 +526,7 @@ def too_small(session: Session, place: tuple[str, str]) -> Iterator[None]:
 @pytest.mark.parametrize(("prefetches", "places"), [([0], [2, 3]), *full(([0, 2], [*range(len(PLACES))]))])
 @on_ranks(2)
 def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places: list[int]) -> None:
-    """Rank 1 fails in each of ``places`` in turn, and for its batch; all go on afterwards as if nothing had been."""
+    """Rank 1 fails in each of ``places`` in turn, for its batch; then all ranks train on as if nothing had happened."""
     limit = FOUR_BLOCKS + 8 * BLOCK_BYTES
     states = []
     with one_mesh(zero(3).but(shared_memory=False)) as mesh:
@@ -537,7 +537,7 @@ def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places
             with sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh) as session:
                 for step, place in enumerate([*(PLACES[at] for at in places), None]):
                     if disturbed:
-                        # Ranks in different orders want different units.
+                        # Ranks with different orders gather different units.
                         model.calls = step + (mesh.rank if place == PLACES[2] else 0)
                         words = "made up" if place else "activations and the rest: "
                         if mesh.rank == 0 or place == PLACES[2]:
@@ -554,12 +554,12 @@ def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places
 
 @pytest.mark.parametrize(("kind", "states"), [(torch.optim.SGD, 0), (torch.optim.Adam, 2)])
 @on_ranks(1)
-def test_optimizer_state_is_foreseen(kind: Any, states: int) -> None:
-    """What does not exist yet is counted when the model is sharded."""
+def test_optimizer_state_is_counted_before_it_exists(kind: Any, states: int) -> None:
+    """Optimizer state is counted when the model is sharded."""
     model = Stack(PLAIN)
     optimizer, gradients = kind(model.parameters(), lr=0.1), 2 * BLOCK_BYTES
     needed = sum(p.numel() * 4 for p in model.parameters()) * (1 + states) + gradients
     raises(DeviceMemoryError, None, build, model, optimizer, plan_of(fixed(needed - 1000)))
     with sharded(model, optimizer, plan_of(fixed(needed + 1000))) as session:
         assert session.engine.accounts.state_bytes(Tier.DEVICE) == (0, 0)
-        assert not optimizer.state  # looking leaves nothing
+        assert not optimizer.state  # the check allocates nothing

@@ -1,19 +1,20 @@
-"""Live bytes per rank against the formulas of ZeRO, measured from tensors and not only by the engine's own report.
+"""Live bytes per rank against the formulas of ZeRO, measured from tensors and not only by ``session.memory()``.
 
 With Psi parameters in bf16, an fp32 master and Adam: weights 2, gradients 2, master and two moments 12 bytes each.
 * stage 1: 2 Psi + 2 Psi + 12 Psi / N
 * stage 2: 2 Psi + 14 Psi / N + slots
 * stage 3: 16 Psi / N + max(budget, what is in use) + slots
-Slots are the exchange buffers that whole gradients pass through: at most two for all chunks whose sizes lie within a
-factor of two, and over messages as many more as ``exchange_bytes`` have room for. On top comes scratch that does not
-grow with the model, at most three times the shard of the largest chunk in fp32: two tiles of the sum over ranks
+
+Slots are the exchange buffers that unsharded gradients pass through: at most two for all chunks whose sizes lie within
+a factor of two, and over messages as many more as ``exchange_bytes`` allows. Scratch memory comes on top, which does
+not grow with the model: at most three times the shard of the largest chunk in fp32, for two tiles of the sum over ranks
 (bounded by their own size on large models) and one tile of the update.
 
-Over gloo each reduction under way also has receive buffers, the (N-1) other slices of its chunk: for as many chunks as
-there are slots where these bound them (stages 2 and 3), and for all chunks, 2 Psi (N-1)/N, where whole gradients are
-kept (stage 1).
+Over gloo each reduction in flight also has receive buffers, the (N-1) other slices of its chunk: for as many chunks as
+there are slots where these limit them (stages 2 and 3), and for all chunks, 2 Psi (N-1)/N, where gradients are
+unsharded (stage 1).
 
-``shardwise estimate``: the bytes of a build, by tier and kind, without a build.
+``shardwise estimate`` reports the bytes of a build, by tier and kind, without building.
 """
 
 import json
@@ -29,7 +30,7 @@ from shardwise.cli.main import main
 from shardwise.core.comm.shared_buffer import MappedBuffer
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByModule, Plan, zero
-from shardwise.session import MemoryReport, Session, estimate_memory, shard
+from shardwise.session import MemoryReport, Session, Settings, estimate_memory, shard
 from shardwise.testing import run_ranks
 from tests.support.counters import live_tensor_bytes, live_tensors
 from tests.support.engine_setup import PLANS, adam, data, seeded, sharded
@@ -42,13 +43,13 @@ UNIT = WIDTH * WIDTH + WIDTH
 
 
 def mapped_bytes(session: Session) -> int:
-    """Memory of peers that this rank sees: it is theirs, and counted there."""
+    """Memory of peers that this rank maps: it belongs to them, and is counted there."""
     peers: dict[int, int] = {}
     engine = session.engine
-    buffers = [chunk.exchange for chunk in engine.shards.chunks] + engine.grads.reducer._buckets._buffers
+    buffers = [chunk.source.exchange for chunk in engine.shards.chunks] + engine.grads.reducer._buckets._buffers
     buffers += [state.buffer for state in engine.grads.reducer.states if state.buffer is not None]
     for buffer in buffers:
-        if isinstance(buffer, MappedBuffer):  # one array, of which a part is this rank's
+        if isinstance(buffer, MappedBuffer):  # one array, of which a part belongs to this rank
             storage = buffer.local.untyped_storage()
             peers[storage._cdata] = storage.nbytes() - buffer.local.nbytes
             continue
@@ -59,7 +60,7 @@ def mapped_bytes(session: Session) -> int:
 
 
 def measure(plan: Plan) -> tuple[MemoryReport, int]:
-    """And storage bytes of all tensors that the session added, peers' memory mapped here left out."""
+    """Return also the storage bytes of all tensors that the session added, without peers' memory mapped here."""
     before = live_tensor_bytes()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
     with sharded(model, torch.optim.Adam(model.parameters()), plan) as session:
@@ -73,7 +74,7 @@ def measure(plan: Plan) -> tuple[MemoryReport, int]:
 
 
 def padded(unit_numel: int, ranks: int) -> int:
-    """In 16 bits, where each shard begins at a multiple of 64 bytes."""
+    """Return the size in 16 bits, where each shard begins at a multiple of 64 bytes."""
     return -(-unit_numel // (32 * ranks)) * 32 * ranks
 
 
@@ -83,13 +84,13 @@ SETTINGS += campaign((3, None, None), (2, False, None))
 
 @pytest.mark.parametrize(("world_size", "shared", "more"), SETTINGS)
 def test_formulas(world_size: int, shared: bool | None, more: int | None) -> None:
-    """``more``: so many buffers beside two; what is not said is none over mapped memory, and all over messages."""
+    """``more`` is the number of buffers above two; by default none over mapped memory, and all over messages."""
     unit = padded(UNIT, world_size)
     count = 2 + more if more is not None else (2 if shared is None else DEPTH)
     exchange_bytes = None if more is None else 2 * unit * more
     psi = unit * DEPTH
     share = psi // world_size
-    # The fp32 gradient of what one call of the optimizer steps: here all, since a tile may have more.
+    # The fp32 gradient for one call of the optimizer: here all of it, since a tile may be larger.
     assert share < TILE_NUMEL["cpu"]
     scratch = 4 * share + 2 * 4 * unit // world_size
     for stage in (1, 2, 3):
@@ -100,13 +101,13 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
         whole = {1: 2 * psi + 2 * psi + 12 * share, 2: 2 * psi + 14 * share + slots, 3: 16 * share + slots}[stage]
         for report, live in run_ranks(world_size, measure, plan):
             assert report.master_bytes == 4 * share
-            steps = 4 * 2 * DEPTH * 2  # Adam's step counters: fp32 scalars, at most two pieces a parameter
+            steps = 4 * 2 * DEPTH * 2  # Adam's step counters: fp32 scalars, at most two shards per parameter
             assert 8 * share - 8 * 32 * DEPTH * world_size <= report.optimizer_bytes <= 8 * share + steps
             assert report.parameters_bytes == (2 * share if stage == 3 else 2 * psi)
             assert report.gradients_bytes == (2 * psi if stage == 1 else 2 * share + slots)
             gathered = 2 * unit if stage == 3 else 0
             assert report.gathered_bytes == report.peak_gathered_bytes == gathered
-            # Over shared memory what is gathered is the ranks' own shards, and takes no memory.
+            # Over shared memory the gathered tensors are the ranks' own shards, and take no memory.
             copied = gathered if shared is False else 0
             assert report.copied_bytes == report.peak_copied_bytes == copied
             assert 0 < report.scratch_bytes <= 4 * share
@@ -118,8 +119,10 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
 @pytest.mark.parametrize("name", ["zero3", *campaign("zero1", "zero2", "zero3_gloo", "zero2_gloo")])
 @on_ranks(2, timeout=120)
 def test_nothing_grows_over_a_hundred_steps(name: str) -> None:
-    """Live bytes and tensors after training, evaluation and now and then a full state. A rank that falls behind may
-    keep a buffer more, once; a leak of one tensor in two steps would be 40."""
+    """Live bytes and tensors stay equal after training, evaluation and a few full states.
+
+    A rank that falls behind may keep one more buffer, once; a leak of one tensor in two steps would be 40.
+    """
     model, plan, points = seeded(MODELS["residual"].factory), PLANS[name], list[tuple[int, int]]()
     with sharded(model, adam(model, 1e-3), plan) as session:
         for step in range(1, 101):
@@ -140,7 +143,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "nu
 
 
 def make() -> nn.Module:
-    """Sizes that two ranks do not divide, buffers of two dtypes, and a frozen layer."""
+    """Return a model with sizes that two ranks do not divide, buffers of two dtypes, and a frozen layer."""
     model = nn.Sequential(nn.Linear(64, 47), nn.BatchNorm1d(47), nn.Linear(47, 65), nn.Linear(65, 3))
     model[2].requires_grad_(False)
     return model
@@ -172,21 +175,27 @@ def check(kind: str, offload: str | None, llama: bool = False, **settings: objec
 
 @pytest.mark.parametrize("stage", [1, 2, 3, *full(0)])
 @on_ranks(2)
-def test_estimate_is_what_a_build_accounts_for(stage: int, tmp_path: Path) -> None:
+def test_estimate_equals_the_accounts_of_a_build(stage: int, tmp_path: Path) -> None:
     for offload in (None, "host", str(tmp_path)):
         check("AdamW", offload, stage=stage, precision="bf16")
     check("Adagrad", None, stage=stage)
 
 
 @on_ranks(2)
-def test_estimate_of_tensor_parallel_layers() -> None:
+def test_estimate_of_tensor_and_sequence_parallel_ranks() -> None:
     check("AdamW", None, llama=True, tp=2)
+    check("AdamW", "host", llama=True, sp=2)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LlamaConfig(architectures=["LlamaForCausalLM"], **SIZES).save_pretrained(tmp_path)
-    numel = sum(each.numel() for each in make_llama().parameters())
-    offload = ["--devices", "2", "--offload-optimizer", "cpu", "--offload-params", "nvme"]
+    model = make_llama()
+    numel = sum(each.numel() for each in model.parameters())
+    assert main(["estimate", str(tmp_path), "--ranks", "2", "--offload", "host", "--device", "cpu", "--json"]) == 0
+    plan = Settings(precision="bf16", offload="host").plan()
+    found = json.loads(capsys.readouterr().out)
+    assert found == estimate_memory(model, torch.optim.AdamW(model.parameters()), plan, 2, 0, "cpu")
+    offload = ["--ranks", "2", "--offload", "host", "--offload-params", "disk"]
     assert main(["estimate", str(tmp_path), *offload, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     kinds = found["disk"]["parameters"], found["host"]["gradients"], found["host"]["masters"]
@@ -194,7 +203,16 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(tmp_path), *offload]) == 0
     rows = {line[:16].strip(): line[16:].split() for line in capsys.readouterr().out.splitlines()[:-1]}
     assert rows["on one rank"] == ["device", "host", "disk"] and rows["masters"][:2] == ["0", "B"]
-    assert main(["estimate", str(tmp_path), "--stage", "2", "--offload-params", "cpu"]) == 2
-    assert "use --stage 3" in capsys.readouterr().err
+    for wrong, message in (
+        ("--stage 2 --offload-params host", "use --stage 3"),
+        ("--ranks 4 --pp 2", "--pp 2 cannot be estimated; estimate a function"),
+        ("--ranks 4 --replicas 2", "--replicas 2 cannot be estimated"),
+        ("--ranks 4 --tp 3", "tp=3 need a multiple of 3 ranks"),
+        ("--ranks 4 --rank 4", "--rank 4: give a whole number <= 3"),
+        ("--optimizer Adafactor", "--optimizer Adafactor cannot be estimated"),
+        ("--optimizer LBFGS", "error: optimizer LBFGS works on all parameters at once"),
+    ):
+        assert main(["estimate", str(tmp_path), *wrong.split()]) == 2
+        assert message in capsys.readouterr().err
     assert main(["estimate", str(tmp_path / "no")]) == 2
-    assert "a folder with config.json" in capsys.readouterr().err
+    assert "no such folder, and no cached model of the hub" in capsys.readouterr().err

@@ -1,8 +1,7 @@
-"""The grid of ranks, and the choice of groups.
+"""``Mesh.create``: the grid of ranks, the choice of transports, model-parallel groups, and ``init_distributed``.
 
-What a launcher tells its ranks in the environment, and how they start from that.
-
-Two hosts whose names stand for 127.0.1.1 in their own /etc/hosts, as Debian writes it.
+Covers a launcher's environment, emulated GPUs, and two hosts whose names resolve to 127.0.1.1, as Debian's
+``/etc/hosts`` has it.
 """
 
 import os
@@ -40,7 +39,7 @@ def create(dp_shard: int, dp_replicate: int, shared_memory: bool | None = None) 
     )
 
 
-def test_without_torch_distributed_it_is_a_mesh_of_one() -> None:
+def test_mesh_without_torch_distributed_has_one_rank() -> None:
     mesh = create(-1, 1)
     assert (mesh.rank, mesh.size, mesh.shard.size, mesh.replicate.size, mesh.device_mesh) == (0, 1, 1, 1, None)
     assert mesh.traffic() == dict.fromkeys(mesh.world.traffic.bytes, 0)
@@ -71,7 +70,7 @@ def grid(dp_shard: int, dp_replicate: int, shared_memory: bool | None) -> list[o
 
 
 @pytest.mark.parametrize("shared_memory", [*full(None), False])
-def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> None:
+def test_ranks_are_split_into_shards_and_replicas(shared_memory: bool | None) -> None:
     kind = "GlooGroup" if shared_memory is False else "SharedGroup"
     axes = ("dp_replicate", "dp_shard")
     for rank, told in enumerate(run_ranks(4, grid, 2, 2, shared_memory)):
@@ -91,7 +90,7 @@ def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> No
     ids=["data", "tensor and data"],
 )
 @on_ranks(4)
-def test_neighbours_among_data_parallel_ranks_share_sequences(plan: MeshPlan) -> None:
+def test_neighbouring_data_parallel_ranks_share_sequences(plan: MeshPlan) -> None:
     me, apart = dist.get_rank(), plan.tp
     other = me ^ apart
     mesh = Mesh.create(plan, CPU, COMM)
@@ -108,7 +107,7 @@ def test_neighbours_among_data_parallel_ranks_share_sequences(plan: MeshPlan) ->
 
 
 def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[int]]:
-    """This rank's groups, in ranks of all."""
+    """Return this rank's groups, as global ranks."""
     group, me = None, dist.get_rank()
     for ranks in group_of or ():
         made = dist.new_group(ranks, backend="gloo")
@@ -125,7 +124,7 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
     assert mesh.device_mesh.mesh_dim_names == tuple(n for n, size in sizes.items() if n[:2] == "dp" or size > 1)
     assert mesh.device_mesh.get_local_rank("dp_shard") == mesh.shard.rank
     assert (mesh.wire is None) == (plan.pp == 1)
-    if mesh.wire is not None:  # round the pipeline, in both lanes, with and without a description
+    if mesh.wire is not None:  # around the pipeline, in both lanes, with and without a description
         rank, size = mesh.pipeline.rank, mesh.pipeline.size
         for lane, described in ((0, True), (1, False)):
             sent = torch.full((2, 3), me, dtype=torch.bfloat16)
@@ -148,7 +147,7 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
     return told
 
 
-def test_four_ranks_hold_parts_of_the_same_layers() -> None:
+def test_tensor_parallel_ranks_of_four() -> None:
     for me, told in enumerate(run_ranks(4, parts, None, MeshPlan(dp_shard=-1, dp_replicate=1, tp=4))):
         every = {name: [0, 1, 2, 3] for name in ("tensor", "mesh_group", "stage_group")}
         assert told == {name: [me] for name in ("shard", "replicate", "world", "pipeline")} | every
@@ -157,7 +156,7 @@ def test_four_ranks_hold_parts_of_the_same_layers() -> None:
 
 
 @pytest.mark.full
-def test_stages_are_far_apart_or_next_to_each_other() -> None:
+def test_pipeline_stages_outside_and_inside_of_data_parallel_groups() -> None:
     plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2)
     for me, told in enumerate(run_ranks(8, parts, None, plan)):
         low, part, stage = me - me % 2, me % 2, me // 4 * 4
@@ -172,7 +171,7 @@ def test_stages_are_far_apart_or_next_to_each_other() -> None:
 
 
 @on_ranks(4)
-def test_sizes_that_do_not_divide_are_refused_with_all_of_them() -> None:
+def test_indivisible_sizes_are_refused_with_all_sizes() -> None:
     for sizes, words in (
         ({"dp_shard": -1, "tp": 3}, "^the sizes tp=3 need a multiple of 3 ranks, but there are 4"),
         ({"dp_shard": 4, "tp": 2}, "dp_shard=4.* tp=2.* multiple of 8"),
@@ -182,8 +181,8 @@ def test_sizes_that_do_not_divide_are_refused_with_all_of_them() -> None:
 
 
 @on_ranks(4)
-def test_shared_memory_within_a_host_and_messages_between_them() -> None:
-    """Ranks 0 and 1 on one host, 2 and 3 on another."""
+def test_shared_memory_within_a_host_and_messages_between_hosts() -> None:
+    """Ranks 0 and 1 are on one host, 2 and 3 on another."""
     with hosts_of(2):
         raises(ValueError, "not on one host", lambda: create(4, 1, True))
         mesh = create(2, 2)
@@ -197,8 +196,8 @@ def refuse(*_: object) -> int:
 
 
 @on_ranks(2)
-def test_fallbacks_are_agreed() -> None:
-    """The file in /dev/shm takes over, on one rank's word for all; with that gone too, gloo does."""
+def test_ranks_agree_on_fallbacks() -> None:
+    """If one rank has no memfd, all use a file in /dev/shm; if that fails, too, all use gloo."""
     made, make = list[str](), tempfile.mkstemp
 
     def noted(**where: str) -> tuple[int, str]:
@@ -232,11 +231,11 @@ def test_fallbacks_are_agreed() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
     ],
 )
-def test_launch_facts_refuse_what_they_cannot_read(environment: Mapping[str, str], text: str) -> None:
+def test_launch_facts_refuse_invalid_environment(environment: Mapping[str, str], text: str) -> None:
     raises(ValueError, text, lambda: LaunchFacts.read(environment))
 
 
-def test_alone_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_initialises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         monkeypatch.delenv(name)
     device = init_distributed()
@@ -244,8 +243,8 @@ def test_alone_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     raises(ValueError, "cuda:99", lambda: init_distributed("cuda:99"))
 
 
-def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:
-    """Two ranks and an emulated CUDA: a GPU each, one for both by default, and one for both that was asked for."""
+def test_torchrun_with_emulated_gpus(tmp_path: Path) -> None:
+    """Two ranks on an emulated CUDA: one GPU each, one GPU for both by default, and one for both by choice."""
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(
@@ -312,7 +311,7 @@ else:
 
 @pytest.mark.full
 @pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not()))
-def test_names_that_stand_for_a_loopback_address_are_refused_until_an_interface_is_named(tmp_path: Path) -> None:
+def test_loopback_host_names_are_refused_until_an_interface_is_set(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM, "utf-8")
     common = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     common |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ADDRESSES[0]}

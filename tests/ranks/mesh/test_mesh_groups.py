@@ -1,4 +1,4 @@
-"""Meshes over some of the ranks: who is in them, what they send, and their errors."""
+"""``Mesh.create`` with a process group of some of the ranks: members, collectives and errors."""
 
 from datetime import timedelta
 
@@ -40,7 +40,7 @@ def facts(name: str, shared_memory: bool | None) -> list[object]:
     mesh.close()
     mesh.close()
     rows = [torch.zeros(1) for _ in own]
-    dist.all_gather(rows, torch.tensor([float(me)]), group=group)  # the program's own group is as it was
+    dist.all_gather(rows, torch.tensor([float(me)]), group=group)  # the program's own default group is unchanged
     assert [int(row) for row in rows] == own
     return names
 
@@ -55,8 +55,8 @@ def test_ranks_of_a_group_are_a_mesh(shared_memory: bool | None) -> None:
 
 
 @on_ranks(4)
-def test_a_group_is_divided_by_the_plan() -> None:
-    """Three of four ranks would not divide; all four in a group of their own do, and know the default one no better."""
+def test_group_is_split_by_the_plan() -> None:
+    """A group of four ranks is split; a group of three is refused."""
     group = dist.new_group(list(range(4)), backend="gloo")
     mesh, me = create(group, 2, 2), dist.get_rank()
     assert mesh.shard.exchange([me]) == [[me // 2 * 2], [me // 2 * 2 + 1]]
@@ -73,10 +73,10 @@ def test_a_group_is_divided_by_the_plan() -> None:
 
 
 @on_ranks(2)
-def test_a_group_that_this_rank_is_not_in() -> None:
+def test_group_without_this_rank_is_refused() -> None:
     alone = dist.new_group([0], backend="gloo")
     gone = dist.new_group([0, 1], backend="gloo")
-    dist.barrier()  # who destroys a group that the other still connects to fails it there
+    dist.barrier()  # if a rank destroyed the group while the other still connects to it, the other would fail
     dist.destroy_process_group(gone)
     if dist.get_rank() == 0:
         create(alone).close()
@@ -92,7 +92,7 @@ def test_without_torch_distributed_there_are_no_groups() -> None:
 
 
 @on_ranks(4)
-def test_members_that_want_different_meshes() -> None:
+def test_members_with_different_arguments_are_an_error() -> None:
     _, group = join(GROUPS["three_and_one"])
     if dist.get_rank() != 2:
         sizes = (3, 1) if dist.get_rank() == 1 else (1, 3)
@@ -103,8 +103,8 @@ def test_members_that_want_different_meshes() -> None:
 
 
 @on_ranks(4)
-def test_a_member_that_does_not_come() -> None:
-    """To the making of the mesh."""
+def test_member_that_does_not_join_is_an_error() -> None:
+    """The other members' ``Mesh.create`` times out."""
     _, group = join(GROUPS["strided"])
     if dist.get_rank() == 1:
         distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
@@ -126,7 +126,7 @@ def test_model_parallel_groups_cross_the_data_parallel_ones() -> None:
     assert mesh.model_parallel is not None and mesh.model_parallel.rank == me % 2
     assert mesh.model_parallel.exchange([me]) == [[2 * number], [2 * number + 1]]
     assert len(mesh.groups) == 3 and mesh.traffic()["exchange"] == sum(g.traffic.bytes["exchange"] for g in mesh.groups)
-    mesh.join_model_parallel(parts)  # once more changes nothing
+    mesh.join_model_parallel(parts)  # a second call changes nothing
     assert len(mesh.groups) == 3
     _, others = join([[0, 3], [1, 2]])
     raises(RuntimeError, "has the model-parallel group of ranks", lambda: mesh.join_model_parallel(others))

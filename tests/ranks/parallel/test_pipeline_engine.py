@@ -1,4 +1,5 @@
-"""Engines over models in stages, against plain PyTorch in one process: fp64, pp x tp x dp, plans, tied weights."""
+"""Engines over pipeline stages, compared with plain PyTorch in one process in fp64: pp x tp x dp, plans, tied
+weights."""
 
 import functools
 from pathlib import Path
@@ -30,7 +31,7 @@ def case_of(name: str, index: int, layers: int = 5) -> Case:
 
 
 def batch_of(rank: int, step: int) -> dict[str, Tensor]:
-    """Another length in one step."""
+    """Return a batch; one step has another sequence length."""
     generator = torch.Generator().manual_seed(100 * rank + step)
     ids, labels = torch.randint(0, PAD, (2, ROWS, LENGTH + step % 2), generator=generator)
     mask = torch.ones_like(ids)
@@ -43,9 +44,9 @@ Steps = list[tuple[list[float], float, dict[str, Tensor]]]
 
 @functools.cache
 def plain(name: str, index: int, layers: int, replicas: int, microbatches: int) -> Steps:
-    """By step: each replica's loss, the norm before clipping, and the parameters.
+    """Return, by step, each replica's loss, the norm before clipping, and the parameters.
 
-    Computed by the test, for its ranks: each of them would take longer for it than for its own stages.
+    The test computes them once for its ranks: on each rank they would take longer than its own stages.
     """
     found: Steps = []
     model = case_of(name, index, layers).made()
@@ -68,7 +69,7 @@ def plain(name: str, index: int, layers: int, replicas: int, microbatches: int) 
 
 
 def train(ranks: int, plan: Plan, name: str, index: int, microbatches: int, timeout: float = 60.0) -> None:
-    """Ranks against plain PyTorch."""
+    """Compare ranks with plain PyTorch."""
     layers, replicas = sum(plan.pipeline.layers or (5,)), ranks // plan.mesh.pp // plan.mesh.tp
     expected = plain(name, index, layers, replicas, microbatches)
     run_ranks(ranks, trained, plan, name, index, expected, timeout=timeout)
@@ -82,7 +83,8 @@ def trained(plan: Plan, name: str, index: int, expected: Steps) -> None:
         assert mesh.pipeline.size == plan.mesh.pp
         if plan.pipeline.orders is not None:
             assert pipeline._schedule(3).orders[0][-6:] != make_schedule("zbv", 2, 2, 3).orders[0][-6:]
-            assert pipeline._schedule(2) == make_schedule("zbv", 2, 2, 2)  # it is for steps of three alone
+            # the orders are for steps of three micro-batches
+            assert pipeline._schedule(2) == make_schedule("zbv", 2, 2, 2)
         for step, (losses, norm, values) in enumerate(expected):
             assert len(losses) == mesh.size
             with Exact():
@@ -102,7 +104,7 @@ ZBV = PipelinePlan(schedule="zbv", chunks=2, microbatches=4)
 
 
 def weights_last(ranks: int, microbatches: int) -> tuple[tuple[str, ...], ...]:
-    """zbv, with the gradients of weights behind everything else."""
+    """Return the zbv schedule with all gradients of weights at its end."""
     orders = (map(str, order) for order in make_schedule("zbv", ranks, 2, microbatches).orders)
     return tuple(tuple(sorted(order, key=lambda text: "W" in text)) for order in orders)
 
@@ -130,11 +132,11 @@ MODELS = (("llama", 1), ("gpt2", 0), ("bert", 0))
 
 
 QUICK = (0, 2, 5, 8, 10)
-"""Of the cases: one pipeline alone, each schedule, parameters that are whole and divided, cut layers, own stages."""
+"""Cases with a pipeline alone, each schedule, unsharded and sharded parameters, tensor parallelism, and own stages."""
 
 
 def by_turns() -> list[object]:
-    """Under each plan one of the models, by turns; the others in the campaign."""
+    """Pair each plan with one of the models in turn; the campaign has the other pairs."""
     rows: list[object] = []
     for at, case in enumerate(CASES):
         for kind, model in enumerate(MODELS):
@@ -154,8 +156,8 @@ def test_training_equals_plain_pytorch(
 
 
 @on_ranks(2)
-def test_what_a_pipeline_cannot_do_is_refused() -> None:
-    """Clipping of a stage alone, which would be wrong in silence; settings that stages cannot have."""
+def test_unsupported_pipeline_settings_are_refused() -> None:
+    """Clipping one stage alone would be wrong without an error; other settings cannot be used with stages."""
     for changes, words in (({"output_dtype": torch.float32}, "output_dtype"), ({"average": "mean"}, "average='mean'")):
         model = case_of("llama", 0).made()
         plan = PLANS["zero1"].but(pp=2, **changes)
@@ -172,6 +174,6 @@ def test_what_a_pipeline_cannot_do_is_refused() -> None:
     ("name", "mix", "pipeline", "tp"),
     [("zero3", "all_disk", ONE, 1), *full(("zero2", "thirds", ZBV, 1), ("zero1", "thirds", ONE, 2))],
 )
-def test_tiers_change_nothing(name: str, mix: str, pipeline: PipelinePlan, tp: int, tmp_path: Path) -> None:
+def test_offload_does_not_change_results(name: str, mix: str, pipeline: PipelinePlan, tp: int, tmp_path: Path) -> None:
     plan = with_tiers(PLANS[name], mix, str(tmp_path)).but(pp=2, tp=tp, max_norm=MAX_NORM, pipeline=pipeline)
     train(4, plan, "llama", 1, pipeline.microbatches, timeout=240)

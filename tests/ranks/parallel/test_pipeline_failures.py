@@ -1,5 +1,7 @@
-"""Steps that fail on one rank of a pipeline: every rank is told what and where, and the next step is one like any
-other; batches that differ between the ranks of one model are refused."""
+"""Steps that fail on one rank of a pipeline: every rank raises with rank and stage, and the next step succeeds.
+
+Batches that differ between the ranks of one model are refused.
+"""
 
 from typing import Any
 
@@ -26,7 +28,7 @@ ZBV = PipelinePlan(schedule="zbv", chunks=2, microbatches=4)
 
 
 class Trap:
-    """Raises in a rank's layer when it is set, at a turn."""
+    """Raises in a rank's layer at the chosen call, once it is set."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.turns, self.backward = -1, False
@@ -48,7 +50,7 @@ class Trap:
 
 
 def failing(plan: Plan, expected: Steps) -> None:
-    model = case_of("llama", 1, LAYERS).made()  # its embeddings are tied
+    model = case_of("llama", 1, LAYERS).made()  # with tied embeddings
     with sharded(model, adam(model, LR), plan) as session:
         pipeline, optimizer, rank = session.pipeline, session.optimizer, dist.get_rank()
         trap = Trap([layer for layer in model.model.layers if next(layer.parameters(), None) is not None][-1])
@@ -59,7 +61,7 @@ def failing(plan: Plan, expected: Steps) -> None:
             return criterion(outputs, inputs)
 
         for who, where, turns in (
-            (1, "forward", 0),  # before any shape was told
+            (1, "forward", 0),  # before any shape was sent
             (1, "forward", 2),
             (0, "backward", 1),
             (3, "backward", 0),
@@ -75,7 +77,7 @@ def failing(plan: Plan, expected: Steps) -> None:
             with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):
                 optimizer.step()
             optimizer.zero_grad()
-            if where != "criterion":  # forward passes alone
+            if where != "criterion":  # forward passes only
                 if rank == who:
                     trap.set(0, False)
                 with pytest.raises((ArithmeticError, PeerError)), torch.no_grad():
@@ -92,13 +94,13 @@ def failing(plan: Plan, expected: Steps) -> None:
 
 
 @pytest.mark.parametrize("pipeline", [ONE, *full(TWO, ZBV)], ids=lambda each: each.schedule)
-def test_every_rank_is_told_of_a_step_that_failed_and_goes_on(pipeline: PipelinePlan) -> None:
+def test_failed_step_raises_on_every_rank_and_training_continues(pipeline: PipelinePlan) -> None:
     plan = PLANS["zero2" if pipeline is ZBV else "zero1"].but(pp=4).but(pipeline=pipeline, max_norm=0.5)
     run_ranks(4, failing, plan, plain("llama", 1, LAYERS, 1, 4))
 
 
 def among_replicas(plan: Plan) -> int:
-    """A rank of one pipeline fails: after how many steps that did not come to their end they do again."""
+    """Fail on a rank of one pipeline; return the number of failed steps until one succeeds."""
     model = case_of("llama", 0, LAYERS).made()
     with sharded(model, adam(model, LR), plan) as session:
         pipeline, optimizer = session.pipeline, session.optimizer
@@ -112,7 +114,7 @@ def among_replicas(plan: Plan) -> int:
                 optimizer.step()
                 return failed
             except (ArithmeticError, PeerError):
-                for _ in range(3):  # ranks of the other pipeline come to it from elsewhere
+                for _ in range(3):  # ranks of the other pipeline may be in another collective
                     try:
                         optimizer.zero_grad()
                         break
@@ -122,12 +124,12 @@ def among_replicas(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("name", ["zero1", *full("zero2")])
-def test_replicas_of_a_pipeline_that_failed_go_on_with_it(name: str) -> None:
+def test_replicas_of_a_failed_pipeline_fail_and_continue_with_it(name: str) -> None:
     assert run_ranks(4, among_replicas, PLANS[name].but(pp=2, pipeline=ONE)) == [1] * 4
 
 
 @on_ranks(2)
-def test_a_loss_that_trains_nothing_is_an_error_on_every_rank() -> None:
+def test_loss_without_grad_is_an_error_on_every_rank() -> None:
     model = case_of("llama", 0).made()
     with sharded(model, adam(model), PLANS["zero1"].but(pp=2, pipeline=ONE)) as session:
         for judge, grads in ((lambda outputs, _: outputs.loss.detach(), True), (criterion, False)):
@@ -139,7 +141,7 @@ def test_a_loss_that_trains_nothing_is_an_error_on_every_rank() -> None:
 
 
 @on_ranks(4)
-def test_batches_that_differ_are_refused_before_anything_is_sent() -> None:
+def test_different_batches_are_refused_before_anything_is_sent() -> None:
     model = case_of("llama", 0).made()
     rank, batch = dist.get_rank(), batch_of(0, 0)
     other = batch | {"labels": batch["labels"].flip(0)}

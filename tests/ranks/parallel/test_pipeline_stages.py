@@ -1,6 +1,7 @@
-"""Models of transformers in stages against the same models whole: fp64, every schedule, tied weights, odd sizes.
+"""transformers models in pipeline stages, compared with the unsplit models in fp64: every schedule, tied weights, odd
+sizes.
 
-What a rank of each layout holds, against its formula.
+The parameters on each rank of a layout are compared with a formula.
 """
 
 import functools
@@ -40,7 +41,7 @@ Plain = tuple[Tensor, dict[str, Tensor]]
 
 @functools.cache
 def plain(name: str, heads: int | None, microbatches: int) -> list[Plain]:
-    """Of each case, its loss and gradients; computed by the test, for its ranks."""
+    """Return each case's loss and gradients; the test computes them for its ranks."""
     return [_plain(with_layers(case, LAYERS), microbatches) for case in tensor_cases.CASES[name]()[:heads]]
 
 
@@ -86,7 +87,7 @@ def staged(name: str, schedule_name: str, chunks: int, microbatches: int, whole:
                 assert_close({"loss": outcome.loss}, {"loss": expected_loss}, 1e-12, case.kind)
                 assert len(outcome.outputs) == (len(parts) if turn else 0)
             found = {names[id(p)]: p.grad for p in model.parameters() if p.grad is not None}
-            for weight in sorted(shared):  # what several stages use is summed by whoever holds it
+            for weight in sorted(shared):  # all stages that use a parameter add up its gradient
                 total = found.get(weight, torch.zeros(shapes[weight], dtype=torch.float64)).clone()
                 dist.all_reduce(total)
                 if weight in held and weight in expected:
@@ -107,8 +108,12 @@ OTHERS += [(2, "1f1b", 1, name) for name in ("falcon", "gemma3", "gptj", "opt")]
 
 
 def rows() -> list[object]:
-    """Each schedule with the first two heads of one architecture (tied embeddings and not), with every head of two, of
-    the third in the campaign; the first heads of other architectures."""
+    """Return each schedule with the first two heads of one architecture (tied and untied embeddings); more in other
+    sets.
+
+    Full: every head of two of the three architectures, and two heads of other architectures. Campaign: every head of
+    the third.
+    """
     found: list[object] = []
     for at, schedule in enumerate(SCHEDULES):
         found.append((*schedule, ARCHITECTURES[at % 3], 2))
@@ -118,15 +123,15 @@ def rows() -> list[object]:
 
 
 @pytest.mark.parametrize(("ranks", "schedule", "chunks", "name", "heads"), rows())
-def test_stages_are_the_whole_model(ranks: int, schedule: str, chunks: int, name: str, heads: int | None) -> None:
-    """Three rows in three micro-batches, fewer than there are stages in some."""
+def test_stages_equal_the_unsplit_model(ranks: int, schedule: str, chunks: int, name: str, heads: int | None) -> None:
+    """Three rows in three micro-batches, which is fewer than some schedules have stages."""
     run_ranks(ranks, staged, name, schedule, chunks, 3, plain(name, heads, 3))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
-    """Which elements of a layer's output dropout hits; all ranks' generators are equal afterwards."""
+def test_layers_of_different_stages_have_different_dropout(checkpointing: bool) -> None:
+    """Check which elements of a layer's output dropout hits, and that all ranks' generators are equal afterwards."""
     torch.manual_seed(7)
     config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=29, n_positions=16, resid_pdrop=0.5)
     model = transformers.GPT2LMHeadModel(config).double().train()
@@ -177,9 +182,11 @@ ZBV = PipelinePlan(schedule="zbv", chunks=2)
         *full((2, 2, ZBV)),
     ],
 )
-def test_a_rank_holds_its_share_and_the_norms_of_its_layers(tp: int, pp: int, pipeline: PipelinePlan) -> None:
-    """Matrices, embedding and head divide by tp and pp; norms by pp, with the last one where the last stage is, which
-    under zbv is the first rank."""
+def test_parameters_of_a_rank_match_the_formula(tp: int, pp: int, pipeline: PipelinePlan) -> None:
+    """Matrices, embedding and head are split by tp and pp, norms by pp.
+
+    The last norm is where the last stage is, which is the first rank under zbv.
+    """
     plan = PLANS["zero1"].but(tp=tp, pp=pp, tensor=TensorPlan(vocabulary_multiple=1), pipeline=pipeline)
     matrices = DEPTH * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
     stage, last = dist.get_rank() * pp // 4, 0 if pipeline == ZBV else pp - 1

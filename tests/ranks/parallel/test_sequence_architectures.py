@@ -1,4 +1,4 @@
-"""Models of every architecture whose ranks share sequences against the same models on one rank, in fp64."""
+"""Models of every architecture under sequence parallelism, compared with the same models on one rank in fp64."""
 
 import warnings
 from dataclasses import replace
@@ -17,8 +17,8 @@ from tests.support.sets import campaign, full
 from tests.support.tensor_cases import CASES, adapted, decoder
 from tests.support.tensor_setup import Case, Exact
 
-# By architecture, which of its cases: a language model with padding on both sides, and others with padding on the right
-# (what a token of padding before all others sees differs between implementations).
+# The cases of each architecture: a language model with padding on both sides, and others with padding on the right
+# (implementations differ in what a padding token before all other tokens attends to).
 CHOSEN: dict[str, tuple[int, ...]] = {
     "bert": (0, 1, 2, 5, 7, 10),
     "bloom": (0, 1, 2, 4),
@@ -50,8 +50,8 @@ CHOSEN: dict[str, tuple[int, ...]] = {
         *campaign((2, "all_to_all", None)),
     ],
 )
-def test_an_architecture_of_parts_is_the_whole_one(ranks: int, mode: str, heads: int | None) -> None:
-    """All of its cases, or the first ``heads``."""
+def test_sequence_parallel_architectures_equal_one_rank(ranks: int, mode: str, heads: int | None) -> None:
+    """Run all cases of each architecture, or the first ``heads``."""
     count = 0
     with ring_of_all() as ring:
         for name, chosen in CHOSEN.items():
@@ -66,7 +66,7 @@ def test_an_architecture_of_parts_is_the_whole_one(ranks: int, mode: str, heads:
 
 
 def others() -> list[tuple[Case, dict[str, Tensor]]]:
-    """What models may be given beside ids and masks."""
+    """Return cases with further inputs than ids and masks, with other rotary embeddings, and with short sequences."""
     llama, packed = CASES["llama"]()[0], {"padded": "", "packed": True}
     batch = batch_of(llama, **packed)  # type: ignore[arg-type]
     embeds = torch.randn(ROWS, 11, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -90,7 +90,7 @@ def others() -> list[tuple[Case, dict[str, Tensor]]]:
 
 
 def outputs(case: Case, ring: Ring, mode: str) -> None:
-    """Without labels all is whole: logits, hidden states, what is generated."""
+    """Check a model without labels: logits, hidden states and generated tokens are those of full sequences."""
     plain, model = case.made().eval(), case.made().eval()
     batch = {name: value for name, value in batch_of(case, padded="right").items() if name != "labels"}
     with torch.no_grad(), Exact():
@@ -116,9 +116,9 @@ def outputs(case: Case, ring: Ring, mode: str) -> None:
     ("ranks", "mode", "heads"),
     [(2, "ring_attn", 1), *full((4, "all_to_all", None), (2, "ring_attn", None))],
 )
-def test_what_a_llama_may_be_given(ranks: int, mode: str, heads: int | None) -> None:
-    """Every head, or the first ``heads``, with and without padding, packed; what else models are given; adapters
-    (LoRA)."""
+def test_llama_inputs_and_adapters(ranks: int, mode: str, heads: int | None) -> None:
+    """Run every head (or the first ``heads``) with padding, without, and packed; then further inputs, and LoRA
+    adapters."""
     with ring_of_all() as ring:
         for at, case in enumerate(CASES["llama"]()[:heads]):
             for options in ({}, {"padded": "both"}, {"packed": True}):
@@ -130,8 +130,9 @@ def test_what_a_llama_may_be_given(ranks: int, mode: str, heads: int | None) -> 
 
 
 @on_ranks(2)
-def test_packed_rows_that_transformers_would_mask_as_one_document_cause_one_warning() -> None:
-    """With a cache; none without one, nor of rows of one document."""
+def test_packed_rows_with_a_cache_warn_once() -> None:
+    """transformers would mask them as one document; there is no warning without a cache, or with one document per
+    row."""
     with ring_of_all() as ring:
         case = CASES["llama"]()[0]
         for use_cache, packed, count in ((True, True, 1), (False, True, 0), (True, False, 0)):
@@ -140,7 +141,7 @@ def test_packed_rows_that_transformers_would_mask_as_one_document_cause_one_warn
             share = share_sequences(model, SequencePlan(), ring.group, ring.wire)
             share.install()
             batch = batch_of(case, padded="", packed=packed)
-            # Other tests of this process may have changed the filters.
+            # Other tests in this process may have changed the filters.
             with warnings.catch_warnings(record=True, action="default") as caught:
                 for _ in range(2):
                     model(**batch)
@@ -149,7 +150,7 @@ def test_packed_rows_that_transformers_would_mask_as_one_document_cause_one_warn
 
 
 def test_every_known_class_is_compared() -> None:
-    """The base classes of what is compared above."""
+    """Compare the known classes with the base classes of the cases above."""
     compared = {"OPTDecoder" if name == "opt" else _base(case.kind) for name in CHOSEN for case in CASES[name]()}
     assert compared | {"LlamaModel"} == set(known_sequences())
 

@@ -1,4 +1,5 @@
-"""Attention of parts of sequences against attention of whole ones: out and every gradient, over masks of all kinds."""
+"""Sequence-parallel attention, compared with attention over full sequences: outputs and all gradients, with many
+masks."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -49,7 +50,7 @@ def masks() -> Iterator[tuple[str, SequenceMask]]:
 def plain(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None, bias: Tensor | None
 ) -> Tensor:
-    """0 for a query that sees nothing."""
+    """Return plain attention; it is 0 for a query that attends to nothing."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT) * scale
     if softcap is not None:
@@ -61,7 +62,7 @@ def plain(
 
 
 def values(kv_heads: int, v_size: int, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys, values, and what their attention is multiplied by."""
+    """Return queries, keys, values, and the factors that the attention output is multiplied by."""
     generator = torch.Generator().manual_seed(7)
     shapes = [(HEADS, SIZE), (kv_heads, SIZE), (kv_heads, v_size), (HEADS, v_size)]
     made = [torch.randn(ROWS, heads, LENGTH, size, generator=generator, dtype=torch.float64) for heads, size in shapes]
@@ -71,7 +72,7 @@ def values(kv_heads: int, v_size: int, dtype: torch.dtype) -> list[Tensor]:
 def check(
     ring: Ring, parts: Parts, mask: SequenceMask, attend: Callable[..., Tensor], what: str, **options: Any
 ) -> None:
-    """``attend`` of this rank's part against :func:`plain`."""
+    """Compare ``attend`` on this rank's part with :func:`plain`."""
     dtype = options.get("dtype", torch.float64)
     whole = values(options.get("kv_heads", 2), options.get("v_size", SIZE), dtype)
     leaves = [x.double().requires_grad_() for x in whole[:3]]
@@ -90,7 +91,7 @@ def check(
 
 @on_ranks(timeout=300.0)
 @pytest.mark.parametrize("ranks", [2, *full(4)])
-def test_keys_and_values_go_around(ranks: int) -> None:
+def test_ring_attention(ranks: int) -> None:
     with ring_of_all() as ring:
         parts = Parts(LENGTH, ranks, zigzag=True)
         alibi = torch.linspace(0, 1, HEADS)[:, None] * torch.arange(parts.padded)
@@ -125,7 +126,7 @@ def test_keys_and_values_go_around(ranks: int) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Of all tensors that operations make, the most elements."""
+    """Records the most elements of any tensor that an operation returns."""
 
     numel = 0
 
@@ -139,8 +140,8 @@ class Largest(TorchDispatchMode):
 
 @on_ranks(2)
 @pytest.mark.parametrize("length", [256, 512])
-def test_memory_grows_with_a_part_and_not_with_its_square(length: int) -> None:
-    """Forward and backward, where masks leave nothing to torch's own attention."""
+def test_memory_grows_linearly_with_the_part(length: int) -> None:
+    """Forward and backward, with masks for which torch's own attention cannot be used."""
     with ring_of_all() as ring:
         parts = Parts(length, 2, zigzag=True)
         packed = (torch.arange(length) // 37).expand(1, -1)
@@ -154,7 +155,7 @@ def test_memory_grows_with_a_part_and_not_with_its_square(length: int) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize("ranks", [3, *full(4)])
-def test_heads_are_exchanged(ranks: int) -> None:
+def test_all_to_all_exchanges_heads(ranks: int) -> None:
     with ring_of_all() as ring:
         parts = Parts(LENGTH, ranks, zigzag=False)
         for (name, mask), kv_heads in product(masks(), (1, 2, HEADS)):
@@ -169,7 +170,7 @@ def test_heads_are_exchanged(ranks: int) -> None:
             check(ring, parts, mask, attend, f"{name}, {kv_heads} key/value heads", kv_heads=kv_heads, v_size=5)
 
 
-def test_every_rank_has_as_much_to_do_under_a_causal_mask() -> None:
+def test_causal_mask_gives_ranks_equal_work() -> None:
     for ranks, length in product((2, 3, 4, 8), (64, 61)):
         parts = Parts(length, ranks, zigzag=True)
         held = [[at for start, end in parts.ranges(rank) for at in range(start, end)] for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Steps of an engine whose data-parallel ranks share sequences: those of plain PyTorch with the same batches."""
+"""Engines whose data-parallel ranks share sequences, compared step by step with plain PyTorch on the same batches."""
 
 import functools
 from dataclasses import replace
@@ -30,7 +30,7 @@ LAYOUTS: list[tuple[str, Plan, str]] = [
 
 
 def batch(case: Case, step: int, which: int) -> dict[str, Tensor]:
-    """Of the ranks that share sequences number ``which``; they divide evenly every other step."""
+    """Return the batch of the sequence-parallel group number ``which``; every other step its length divides evenly."""
     given = batch_of(case, length=(11, 8, 13)[step], padded=("right", "", "left")[step])
     generator = torch.Generator().manual_seed(10 * step + which)
     ids = torch.randint(0, 27, given["input_ids"].shape, generator=generator)
@@ -47,7 +47,7 @@ Steps = tuple[list[float], list[list[float]], dict[str, Tensor]]
 
 @functools.cache
 def plain_steps(groups: int) -> Steps:
-    """Clipped norms and each group's losses by step, and the parameters at the end; computed by the test, for its
+    """Return clipped norms and each group's losses by step, and the final parameters; the test computes them for its
     ranks."""
     case = many_heads()
     model = case.made()
@@ -84,7 +84,7 @@ def trained(plan: Plan, mode: str, steps_of_plain: Steps) -> None:
         state = session.module.state_dict()
         assert_close({name: state[name] for name in expected}, expected, 1e-11, mode)
         session.unshard()
-        with Exact():  # what is left is the model, on this rank alone
+        with Exact():  # after unshard the model is on this rank alone
             alone = loss_of(model(**batch(case, 0, session.mesh.rank)))
     plain = case.made()
     plain.load_state_dict(expected, strict=False)
@@ -104,7 +104,7 @@ def in_sets() -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "plan", "mode"), in_sets())
-def test_steps_are_those_of_whole_sequences(name: str, plan: Plan, mode: str) -> None:
+def test_steps_equal_those_of_full_sequences(name: str, plan: Plan, mode: str) -> None:
     groups = 4 // plan.mesh.tp // plan.mesh.sp
     assert groups == (2 if "dp2" in name else 1)
     run_ranks(4, trained, plan, mode, plain_steps(groups), timeout=300.0)

@@ -1,4 +1,4 @@
-"""Engines over a model whose layers are cut, against plain PyTorch in one process: fp64, every plan, dp x tp."""
+"""Engines over tensor-parallel layers, compared with plain PyTorch in one process in fp64: every plan, dp x tp."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +15,11 @@ from shardwise.core.comm import PeerError
 from shardwise.plan import Plan, TensorPlan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
-from tests.support.cut_setup import INNER, VOCABULARY, WIDTH, Model, Parts, made, rows_of
 from tests.support.engine_setup import PLANS, adam, sharded
 from tests.support.on_ranks import everywhere, on_ranks, raises
 from tests.support.sets import full
 from tests.support.step_checks import assert_numbers, assert_parts
+from tests.support.tensor_model import INNER, VOCABULARY, WIDTH, Model, Parts, made, rows_of
 from tests.support.tier_setup import with_tiers
 
 STEPS, LR, MAX_NORM = 3, 0.02, 0.5
@@ -37,7 +37,7 @@ def loss_of(model: torch.nn.Module, rank: int, step: int) -> Tensor:
 
 
 def plain(tied: bool, replicas: int) -> Iterator[tuple[float, float, dict[str, Tensor]]]:
-    """By step: the mean loss, the norm before clipping, and the parameters."""
+    """Return, by step, the mean loss, the norm before clipping, and the parameters."""
     model = made(tied)
     optimizer = adam(model, LR)
     for step in range(STEPS):
@@ -93,14 +93,14 @@ MIXES = full(*((name, mix) for name in ("zero2", "zero3") for mix in ("all_host"
 
 
 @pytest.mark.parametrize(("name", "mix"), [*MIXES[:-1], ("zero3", "thirds")])
-def test_tiers_change_nothing(name: str, mix: str, tmp_path: Path) -> None:
+def test_offload_does_not_change_results_of_tensor_parallelism(name: str, mix: str, tmp_path: Path) -> None:
     run_ranks(4, trained, with_tiers(PLANS[name], mix, str(tmp_path)).but(tp=2), True)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [*full(1), 3])
-def test_an_overflow_of_one_part_skips_the_step_on_all(stage: Literal[1, 3]) -> None:
-    """An infinite gradient of a part that one rank holds."""
+def test_overflow_on_one_tensor_parallel_rank_skips_the_step_on_all(stage: Literal[1, 3]) -> None:
+    """One rank has an infinite gradient in its part of a parameter."""
     plan = zero(stage, torch.float16)
     plan = plan.but(tp=2, scaler=replace(plan.precision.scaler, initial_scale=8.0), tensor=TENSOR)  # type: ignore[type-var]
     for holder in (0, 3):
@@ -131,7 +131,7 @@ class Broken:
         ("fails", "cannot cut it"),
     ],
 )
-def test_what_cannot_be_cut_alike_is_told_to_all_and_changes_nothing(what: str, told: str) -> None:
+def test_failed_partition_raises_on_all_ranks_and_changes_nothing(what: str, told: str) -> None:
     model: Model = made(False)
     rank, tensor = dist.get_rank(), TENSOR
     if what == "model" and rank == 3:
@@ -149,9 +149,11 @@ def test_what_cannot_be_cut_alike_is_told_to_all_and_changes_nothing(what: str, 
 
 @on_ranks()
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_between_parts_follow_the_formula(ranks: int) -> None:
-    """A block sums activations twice forward and twice backward, the embedding once, the head's input once; logits are
-    gathered."""
+def test_tensor_parallel_bytes_match_the_formula(ranks: int) -> None:
+    """A block sums activations twice forward and twice backward, the embedding once, the head's input once.
+
+    The logits are gathered.
+    """
     activations = 3 * 7 * WIDTH * 8
     sums, gathers = (2 * 4 + 1 + 1) * 2 * (ranks - 1) * activations, (ranks - 1) * 3 * 7 * rows_of(ranks).size * 8
     model: Model = made(False)
@@ -165,7 +167,7 @@ def test_bytes_between_parts_follow_the_formula(ranks: int) -> None:
 
 
 class Noisy(Model):
-    """With dropout between its layers."""
+    """A model with dropout."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__(tied)
@@ -178,8 +180,8 @@ class Noisy(Model):
 
 @on_ranks(4)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_ranks_that_hold_the_same_draw_the_same(when: str) -> None:
-    """Whatever their seeds were before they were sharded; or they are told."""
+def test_replicated_values_have_the_same_dropout(when: str) -> None:
+    """Ranks get one seed when they are sharded; seeds that differ afterwards are an error."""
     torch.manual_seed(dist.get_rank())
     model = Noisy(False).double()
     for param in model.parameters():
@@ -198,4 +200,4 @@ def test_ranks_that_hold_the_same_draw_the_same(when: str) -> None:
             optimizer.zero_grad()
             session.module.eval()
             session.backward(loss_of(session.module, rank, 0))
-        optimizer.step()  # nothing is drawn in evaluation
+        optimizer.step()  # no random numbers in evaluation

@@ -1,8 +1,8 @@
-"""Cut models: dropout on each rank and on all of them, activation checkpointing, generation, and adapters.
+"""Tensor parallelism of transformers models: architectures, dropout, activation checkpointing, generation and adapters.
 
-Layers that cannot be cut are named, and sums and gathers of activations take few operations. Models of every
-architecture, with every head, are those that are whole, in fp64, with whole sequences and with divided ones. Quick: the
-first head of every architecture over two ranks. Full: every head, over two or four. Campaign: over both.
+Models of every architecture with every head equal the unsplit models in fp64, with full and with split sequences.
+Quick: the first head of every architecture on two ranks. Full: every head, on two or four. Campaign: on both. Layers
+that cannot be split are named, and sums and gathers of activations take few operations.
 """
 
 import copy
@@ -38,7 +38,8 @@ RATE = 0.4
 
 
 def dropping() -> list[tuple[Case, str]]:
-    """Models with dropout everywhere, and the name of a layer whose input is dropped in the part of a rank."""
+    """Return models with dropout everywhere, and the name of a layer whose input has the dropout of a rank's own
+    part."""
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "num_labels": 3, "use_cache": False}
     sizes |= {"pad_token_id": PAD, "eos_token_id": 2, "bos_token_id": 1, "decoder_start_token_id": 0}
     t5 = {"d_model": 24, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": RATE}
@@ -63,11 +64,11 @@ def same_generator(axis: Axis) -> bool:
 
 @on_ranks(2)
 @pytest.mark.parametrize("number", range(2), ids=["t5", "gpt2"])
-def test_a_rank_drops_its_own_of_its_part_and_all_the_same_between_parts(number: int) -> None:
+def test_dropout_differs_within_parts_and_is_equal_between_them(number: int) -> None:
     case, name = dropping()[number]
     with Scope("shared") as group:
         axis, model = Axis(group), case.made()
-        with torch.no_grad():  # the parts of both ranks are alike before dropout
+        with torch.no_grad():  # the parts of both ranks are equal before dropout
             for module in model.modules():
                 if isinstance(module, (nn.Linear, transformers.pytorch_utils.Conv1D)):
                     for param in module.parameters():
@@ -89,7 +90,7 @@ def test_a_rank_drops_its_own_of_its_part_and_all_the_same_between_parts(number:
 
 
 def noisy() -> list[tuple[Case, TensorPlan, str]]:
-    """Models that draw everywhere, how they are cut, and the name of a dropout that a rank's own tokens go through."""
+    """Return models with much randomness, their plans, and the name of a dropout on a rank's own tokens."""
     rates = {"hidden_dropout_prob": RATE, "attention_probs_dropout_prob": RATE}
     moe = {"num_local_experts": 4, "router_jitter_noise": 0.1, "attention_dropout": RATE}
     gpt2 = dropping()[1][0]
@@ -103,9 +104,12 @@ def noisy() -> list[tuple[Case, TensorPlan, str]]:
 
 
 @on_ranks(2)
-def test_activation_checkpointing_drops_the_same_once_more() -> None:
-    """Gradients are bit for bit those without checkpointing; where sequences are divided, each rank drops other
-    elements of its own tokens, and behind the layers all draw alike."""
+def test_activation_checkpointing_repeats_dropout() -> None:
+    """Gradients equal those without checkpointing bit for bit.
+
+    With split sequences each rank drops other elements of its own tokens, and after the layers all ranks have the same
+    random numbers.
+    """
     with Scope("shared") as group:
         axis = Axis(group)
         for case, plan, name in noisy():
@@ -140,8 +144,8 @@ def test_activation_checkpointing_drops_the_same_once_more() -> None:
 @pytest.mark.parametrize(
     "plan", [replace(PLAN, parallel_output=False), PLAN, DIVIDED], ids=["whole", "parts", "tokens"]
 )
-def test_a_cut_model_generates_what_the_whole_one_does(plan: TensorPlan) -> None:
-    """With a cache: one token at a time, which one rank has where sequences are divided."""
+def test_tensor_parallel_model_generates_the_same_tokens(plan: TensorPlan) -> None:
+    """Generate with a cache: one token at a time, which one rank has if sequences are split."""
     case = CASES["llama"]()[1]
     ids = torch.randint(3, PAD, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": PAD}
@@ -154,13 +158,13 @@ def test_a_cut_model_generates_what_the_whole_one_does(plan: TensorPlan) -> None
         assert "generate" not in vars(model) and "_loss_function" not in vars(model)
 
 
-# ---- by the plan that a model brings
+# ---- the plan of the model itself
 
 
-# Granite divides its logits, Glm brings an MLP whose layers it gathers, Olmo2 norms over all heads.
+# Granite scales its logits, Glm has an MLP with gathered layers, Olmo2 norms over all heads.
 @on_ranks(4)
 @pytest.mark.parametrize(("name", "layers"), [*full(("Granite", 7), ("SmolLM3", 7)), ("Glm", 4), ("Olmo2", 3)])
-def test_a_model_is_cut_by_the_plan_that_it_brings(name: str, layers: int) -> None:
+def test_model_is_split_by_its_own_tp_plan(name: str, layers: int) -> None:
     case = Case(f"{name}ForCausalLM", decoder(name, tie_word_embeddings=False), language, padded=True)
     with Scope("shared") as group:
         found = compare(case, Axis(group), replace(PLAN, architecture=propose_architecture(case.made())))
@@ -173,8 +177,8 @@ def test_a_model_is_cut_by_the_plan_that_it_brings(name: str, layers: int) -> No
 
 @on_ranks()
 @pytest.mark.parametrize(("ranks", "parallel"), [(2, True), *full((4, False))])
-def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
-    """A low-rank adapter; with dropout, what all have alike is dropped alike."""
+def test_adapter_is_split_with_its_layer(ranks: int, parallel: bool) -> None:
+    """A low-rank adapter; replicated values have equal dropout on all ranks."""
     with Scope("shared") as group:
         axis = Axis(group)
         plan = replace(PLAN, parallel_output=parallel)
@@ -193,13 +197,13 @@ def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
         torch.manual_seed(7)
         whole(model, axis, run(case, model, case.batch())[1])
         assert not differs(axis, inputs["q_proj"]) and bool(inputs["q_proj"].any())
-        if axis.size == 2:  # as many heads on each
+        if axis.size == 2:  # equal numbers of heads on each rank
             assert differs(axis, inputs["o_proj"])
         assert same_generator(axis)
 
 
 @on_ranks(2)
-def test_what_cannot_be_cut_is_named() -> None:
+def test_layers_that_cannot_be_split_are_named() -> None:
     with Scope("shared") as group:
         axis = Axis(group)
         tp_plan, spec = TPPlan(axis), ShardSpec.even
@@ -219,12 +223,12 @@ def test_what_cannot_be_cut_is_named() -> None:
         )
 
 
-GATHER, SCATTER = "c10d::_allgather_base_", ["c10d::_reduce_scatter_base_", "copy_"]  # the copy is gloo's
+GATHER, SCATTER = "c10d::_allgather_base_", ["c10d::_reduce_scatter_base_", "copy_"]  # gloo itself makes this copy
 
 
 @on_ranks(3)
-def test_activations_are_exchanged_in_final_memory() -> None:
-    """By sums, gathers and divided sums over the backend's own collectives."""
+def test_collectives_write_into_final_memory() -> None:
+    """Sums, gathers and reduce-scatters of activations over the backend's own collectives make no further copies."""
     with Scope("native") as group:
         axis = Axis(group)
         one, two, sizes = torch.ones(1, 6, 4), torch.ones(2, 6, 4), [2] * 3
@@ -242,8 +246,8 @@ def test_activations_are_exchanged_in_final_memory() -> None:
 
 
 @on_ranks(2, timeout=300.0)
-def test_the_first_head_of_every_architecture_cut_is_the_whole_one() -> None:
-    """Whole and divided sequences by turns."""
+def test_first_head_of_every_architecture_equals_the_unsplit_model() -> None:
+    """Full and split sequences alternate."""
     with Scope("shared") as group:
         axis = Axis(group)
         for at, name in enumerate(sorted(CASES)):
@@ -253,7 +257,7 @@ def test_the_first_head_of_every_architecture_cut_is_the_whole_one() -> None:
 
 
 def by_turns() -> list[object]:
-    """Each architecture over two or four ranks; over the other number in the campaign."""
+    """Return each architecture on two or on four ranks; the campaign has the other number."""
     rows: list[object] = []
     for at, name in enumerate(sorted(CASES)):
         for ranks in (2, 4):
@@ -263,8 +267,8 @@ def by_turns() -> list[object]:
 
 @on_ranks(timeout=300.0)
 @pytest.mark.parametrize(("architecture", "ranks"), by_turns())
-def test_an_architecture_cut_is_the_whole_one(architecture: str, ranks: int) -> None:
-    """All its cases, logits cut and gathered by turns, sequences whole and divided by turns."""
+def test_tensor_parallel_architecture_equals_the_unsplit_model(architecture: str, ranks: int) -> None:
+    """Run all cases; split and gathered logits alternate, and so do full and split sequences."""
     with Scope("shared") as group:
         for at, case in enumerate(CASES[architecture]()):
             plan = TensorPlan(parallel_output=at % 2 == ranks // 4 % 2, vocabulary_multiple=(4, 64)[at % 2])
@@ -272,14 +276,14 @@ def test_an_architecture_cut_is_the_whole_one(architecture: str, ranks: int) -> 
             assert compare(case, Axis(group), plan, *divided)
 
 
-# ---- what is held and sent
+# ---- bytes of activations
 
 
 @on_ranks()
 @pytest.mark.parametrize(("ranks", "length"), [(2, 7), *full((2, 8), (4, 8), (4, 6))])
 @pytest.mark.parametrize("mode", [None, "split_gather"])
-def test_tokens_between_layers_are_divided_by_the_ranks(ranks: int, length: int, mode: Any) -> None:
-    """Bytes that layers get from each other and their norms save for the backward pass."""
+def test_tokens_between_layers_are_split_over_the_ranks(ranks: int, length: int, mode: Any) -> None:
+    """Count the bytes that layers receive from each other, and that their norms save for the backward pass."""
     case = Case("LlamaForCausalLM", decoder("Llama", hidden_size=24, num_hidden_layers=3), language)
     with Scope("shared") as group:
         axis = Axis(group)
@@ -295,12 +299,12 @@ def test_tokens_between_layers_are_divided_by_the_ranks(ranks: int, length: int,
         assert sum(between) == 3 * 3 * 2 * tokens * 24 * 8
 
 
-# ---- what is refused, and what goes on as it was
+# ---- refusals, and models that stay as they were
 
 
 @on_ranks(2)
-def test_what_divided_sequences_cannot_do_is_told() -> None:
-    """What is asked of the model's states is told in the pass; the rest before anything changes."""
+def test_unsupported_uses_of_split_sequences_are_errors() -> None:
+    """A request for hidden states raises in the pass; the other cases raise before anything changes."""
     with Scope("shared") as group:
         axis = Axis(group)
         case = CASES["llama"]()[0]
@@ -319,8 +323,8 @@ def test_what_divided_sequences_cannot_do_is_told() -> None:
 
 
 @on_ranks(2)
-def test_a_model_of_ones_own() -> None:
-    """Attention and MLP in one layer, layers in an ``nn.Sequential``."""
+def test_user_defined_architecture() -> None:
+    """A model with attention and MLP in one layer, and its layers in an ``nn.Sequential``."""
     with Scope("shared") as group:
         axis = Axis(group)
         torch.manual_seed(0)

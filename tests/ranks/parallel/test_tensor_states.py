@@ -1,4 +1,4 @@
-"""States of models whose layers are cut are those of the plain model: parameters, optimizer state, gradients."""
+"""State dicts under tensor parallelism equal those of the plain model: parameters, optimizer state, gradients."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from shardwise.core.parallel.tensor.layers import CutLayer
 from shardwise.session import build
 from shardwise.testing import assert_close
 from tests.support.checkpoint_setup import differences, everything
-from tests.support.cut_setup import VOCABULARY, WIDTH, Block, made
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
+from tests.support.tensor_model import VOCABULARY, WIDTH, Block, made
 from tests.support.tensor_runs import BATCHES, adam, flat, loss_of, passes, plan_of, train, training
 
 
 def plain_steps(steps: int) -> dict[str, Tensor]:
-    """Adam's state after some steps of the plain model."""
+    """Return Adam's state after some steps of the plain model."""
     model = made(True)
     optimizer = adam(model)
     for step in range(steps):
@@ -31,8 +31,8 @@ def plain_steps(steps: int) -> dict[str, Tensor]:
 
 @on_ranks(4, timeout=240.0)
 @pytest.mark.parametrize("name", [*full("zero1 tp2"), "zero3 tp4", *full("zero3 tp2 small disk")])
-def test_states_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
-    """States on all ranks are whole, and come back."""
+def test_states_equal_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
+    """States are unsharded on all ranks, and can be loaded again."""
     with training(plan_of(name, str(tmp_path / "disk")), True) as session:
         train(session, 0, 2)
         state, optimizer_state = session.module.state_dict(), session.optimizer.state_dict()
@@ -63,8 +63,9 @@ def test_states_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
 
 @on_ranks(4, timeout=240.0)
 @pytest.mark.parametrize("name", ["zero1 tp2", *full("zero3 tp4", "zero2 tp2 small")])
-def test_gradients_prior_state_and_unshard_are_whole(tmp_path: Path, name: str) -> None:
-    """Gradients as the plain model has them, a prior state that moves along, and the model plain again at the end."""
+def test_gradients_prior_state_and_unshard_give_full_tensors(tmp_path: Path, name: str) -> None:
+    """Gradients are the plain model's, prior optimizer state is sharded along, and ``unshard`` returns the plain
+    model."""
     plain, model = made(False), made(False)
     reference, optimizer = adam(plain), adam(model)
     for step in range(2):
@@ -87,7 +88,7 @@ def test_gradients_prior_state_and_unshard_are_whole(tmp_path: Path, name: str) 
     assert_close(state, dict(plain.state_dict()), 1e-9, "after a step")
     cut = [module for module in model.modules() if isinstance(module, CutLayer)]
     for module in cut:
-        vars(module)["multiply"] = linear  # as use_fp8 has it
+        vars(module)["multiply"] = linear  # as use_fp8 sets it
     session.unshard()
     assert cut and not any("multiply" in vars(module) for module in cut)
     session.mesh.close()

@@ -1,6 +1,7 @@
-"""Arguments of torch's DDP and FSDP as plans: two ranks train what torch's own wrappers train with them.
+"""``shardwise.pytorch``: plans from arguments of torch's DDP and FSDP, and states in the format of ``fully_shard``.
 
-torch.distributed.checkpoint of sharded models: what fully_shard gives and takes, in files that both read.
+Two ranks train what torch's own wrappers train. Files of ``torch.distributed.checkpoint`` can be read in both
+directions.
 """
 
 import os
@@ -62,7 +63,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, backward: Callable[[Tensor], object], optimizer: Any, dtype: torch.dtype) -> None:
-    """Two steps of two passes each."""
+    """Run two steps of two passes each."""
     for step in range(2):
         for index in range(2):
             backward(model(data(dist.get_rank(), step, index).to(dtype)).float().square().mean())
@@ -101,7 +102,7 @@ MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, _
 
 
 def plans_by_name() -> tuple[dict[str, Callable[[nn.Module], Plan]], dict[str, Callable[[nn.Module], Plan]]]:
-    """In fp64, and with bf16 over fp32."""
+    """Return the plans in fp64, and with bf16 over fp32."""
     policy = ModuleWrapPolicy({Block})
     grid = init_device_mesh("cpu", (2, 1))
     plans: dict[str, Callable[[nn.Module], Plan]] = {
@@ -131,8 +132,8 @@ QUICK = ["ddp", "offload", "fully_shard", ShardingStrategy.SHARD_GRAD_OP.name, "
 
 @on_ranks(2)
 @pytest.mark.parametrize("quick", [True, *full(False)], ids=["quick", "others"])
-def test_plans_train_what_torch_trains(quick: bool) -> None:
-    """What torch trains, and each plan; in fp64, and with bf16 over fp32."""
+def test_plans_train_as_torch_wrappers(quick: bool) -> None:
+    """Compare torch's wrapper with each plan, in fp64, and with bf16 over fp32."""
     plans, halves = ({n: p for n, p in each.items() if (n in QUICK) is quick} for each in plans_by_name())
     assert (len(plans), len(halves)) == ((5, 1) if quick else (8, 1))
     wanted = by_torch(fsdp2)
@@ -140,18 +141,18 @@ def test_plans_train_what_torch_trains(quick: bool) -> None:
     for name, plan in plans.items():
         check([own(plan)], wanted, name)
     wanted = by_torch(lambda m: fsdp2(m, mp_policy=BF16), torch.float32)
-    for name, plan in halves.items():  # a product in 16 bits may be added up in another order
+    for name, plan in halves.items():  # a 16-bit product may be summed in another order
         check([own(plan, torch.float32)], wanted, name, 1e-2)
 
 
 @on_ranks(4)
-def test_backward_gathers_from_some_ranks() -> None:
+def test_backward_gathers_from_secondary_shards() -> None:
     wanted = by_torch(lambda m: fsdp2(m, reshard_after_forward=2))
     found = own(lambda m: plan_of_fully_shard(m, units=[m[1], m[2]], reshard_after_forward=2))
     check([found], wanted, "reshard_after_forward=2")
 
 
-def test_every_argument_becomes_something_of_the_plan() -> None:
+def test_arguments_become_fields_of_the_plan() -> None:
     model = seeded(net)
     assert plan_of_ddp(init_sync=False).comm.sync_init is False
     assert plan_of_ddp(bucket_cap_mb=2).shard.packing.chunk_numel == 2 * 2**20 // 4  # type: ignore[union-attr]
@@ -182,7 +183,7 @@ def test_every_argument_becomes_something_of_the_plan() -> None:
         plan_of_fsdp(model, device_id="cuda:3")  # type: ignore[arg-type]
 
 
-def test_what_no_plan_says_is_refused() -> None:
+def test_arguments_without_a_plan_are_refused() -> None:
     model, other = seeded(net), nn.Linear(2, 2)
     meta = nn.Linear(2, 2, device="meta")
     normed = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -225,14 +226,14 @@ def dcp_net() -> nn.Module:
 
 
 def dcp_adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups; a frozen parameter is in one of them."""
+    """Return Adam with two groups, one of which has a frozen parameter."""
     groups = [{"params": list(model[0].parameters()), "lr": 0.01}, {"params": list(model[2:].parameters())}]
     return torch.optim.AdamW(groups, lr=0.05)
 
 
 def steps(model: nn.Module, backward: Any, optimizer: Any, count: int = 2) -> None:
     for step in range(count):
-        backward(model(data(0, step)).square().mean())  # the same on every rank
+        backward(model(data(0, step)).square().mean())  # equal on every rank
         optimizer.step()
         optimizer.zero_grad()
 
@@ -253,7 +254,7 @@ def sharded(stage: int, seed: int = 0, count: int = 2) -> Session:
 
 
 def same(found: Any, wanted: Any, where: str = "") -> None:
-    """The same containers, with tensors of the same kinds, placements and values."""
+    """Compare containers, and the kinds, placements and values of their tensors."""
     if isinstance(wanted, dict):
         assert set(found) == set(wanted), (where, list(found), list(wanted))
         for key in wanted:
@@ -304,7 +305,7 @@ def as_theirs(stage: int, plain: nn.Module, optimizer: torch.optim.Optimizer, fo
 
 @on_ranks(2)
 @pytest.mark.full
-def test_states_at_stage_1_are_those_of_fully_shard() -> None:
+def test_states_at_stage_1_equal_those_of_fully_shard() -> None:
     as_theirs(1, *state_by_torch(), "")
 
 
@@ -313,7 +314,7 @@ def on_rank(folder: str) -> dict[str, Tensor]:
     whole = as_theirs(3, plain, optimizer, folder)
     weights, state = theirs.get_state_dict(plain, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=os.path.join(folder, "theirs"))
-    # What we wrote, in a model under fully_shard with other values.
+    # Load the file that shardwise wrote into a model under fully_shard with other values.
     model, optimizer = state_by_torch(seed=7)
     weights, state = theirs.get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optim": state}, checkpoint_id=os.path.join(folder, "ours"))
@@ -348,9 +349,9 @@ def refused(session: Session, plain: nn.Module) -> None:
     fresh.mesh.close()
 
 
-def test_states_are_those_of_fully_shard_and_files_go_both_ways(tmp_path: Path) -> None:
+def test_states_equal_those_of_fully_shard_and_files_load_in_both_directions(tmp_path: Path) -> None:
     whole = run_ranks(2, on_rank, str(tmp_path))[0]
-    # In one process, from files that two ranks wrote: into plain torch, and into a session of ours.
+    # In one process, load the files that two ranks wrote into plain torch, and into a session.
     model = seeded(dcp_net, 7)
     weights = dict(model.state_dict())
     dcp.load({"model": weights}, checkpoint_id=str(tmp_path / "ours"), no_dist=True)
@@ -365,7 +366,7 @@ def test_states_are_those_of_fully_shard_and_files_go_both_ways(tmp_path: Path) 
 
 
 @on_ranks(2)
-def test_a_model_of_some_ranks_is_refused() -> None:
+def test_model_on_some_ranks_is_refused() -> None:
     groups = [dist.new_group([0]), dist.new_group([1])]
     plan = zero(2)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm, groups[dist.get_rank()])

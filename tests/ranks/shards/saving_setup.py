@@ -1,4 +1,4 @@
-"""Operators that save a parameter for backward, and ways to run a model in which autograd saves what it likes."""
+"""Operators that save a parameter for backward, and ways to run a model that change what autograd saves."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,9 +18,9 @@ class Op(nn.Module):
     """An operator on a ``[5, 6]`` tensor.
 
     Args:
-        modules: what it is made of, by name.
-        shapes: parameters of its own, by name.
-        run: called with this module and the tensor.
+        modules: its modules, by name.
+        shapes: shapes of its own parameters, by name.
+        run: the function to call with this module and the tensor.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Op(nn.Module):
 
 
 class Scaling(torch.autograd.Function):
-    """Saves its weight as torch wants it."""
+    """Saves its weight by ``save_for_backward``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Scaling(torch.autograd.Function):
 
 
 class Keeping(torch.autograd.Function):
-    """Keeps its weight itself, as many a fused kernel does."""
+    """Stores its weight on ``ctx`` itself, as many fused kernels do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Keeping(torch.autograd.Function):
 
 
 def _on(module: nn.Module, *shape: int) -> nn.Module:
-    """The module on the tensor, or on as much of it as ``shape`` has."""
+    """Apply the module to the tensor, or to as many of its elements as ``shape`` has."""
 
     def run(op: Any, x: Tensor) -> Tensor:
         y = op.inner(x.flatten()[: torch.Size(shape).numel()].view(shape) if shape else x)
@@ -99,7 +99,7 @@ def _looked_up(module: nn.Module) -> nn.Module:
 
 
 def _by_math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention by matrix products, which has derivatives of every order."""
+    """Compute attention by matrix products, which has derivatives of every order."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v)
 
@@ -143,16 +143,17 @@ OPS: dict[str, Callable[[], nn.Module]] = {
 }
 NOT_BATCHED = {"batch_norm1d", "lstm", "lstm_cell"}
 NOT_BATCHED |= {"function", "function_keeps", "embedding_bag"}
-"""Not under ``torch.func.vmap``."""
+"""Operators without support for ``torch.func.vmap``."""
 ONCE = {"cdist", "encoder_layer", "decoder_layer", "sdpa", "sdpa_query"}
-"""Without a second derivative. Attention over three dimensions lost it in torch 2.15, which takes the CPU's kernel."""
+"""Operators without a second derivative. Attention over three dimensions has none since torch 2.15, which uses the
+CPU's kernel."""
 
 
 class Table(nn.Module):
-    """All of some operators on one tensor, between two layers that make room for themselves.
+    """Some operators on one tensor, between two layers that evict what was gathered before.
 
     Args:
-        names: of the operators.
+        names: names of the operators.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -169,7 +170,7 @@ class Table(nn.Module):
         for name in names:
             with self.around_op():
                 y = self.ops[name](x)
-            # No two elements count alike, so that no gradient cancels.
+            # Each element has another weight, so that no gradient cancels.
             total = total + (y * torch.linspace(1.0, 2.0, y.numel(), dtype=y.dtype).view(y.shape)).mean()
         return total
 
@@ -294,6 +295,6 @@ WAYS: dict[str, Way] = {
 
 
 def ops_of(way: str) -> list[str]:
-    """The operators that can be run so."""
+    """Return the operators that can be run in this way."""
     left_out = NOT_BATCHED if way == "mapped" else ONCE if way.startswith("penalty") else ()
     return [name for name in OPS if name not in left_out]

@@ -1,4 +1,4 @@
-"""Hugging Face models with activation checkpointing of both kinds, and what they generate."""
+"""Hugging Face models: activation checkpointing of both kinds, and generation."""
 
 import importlib.util
 
@@ -61,6 +61,6 @@ def test_hugging_face_checkpointing_and_generation(reentrant: bool, shared: bool
             with session.module.gathered(), torch.no_grad():
                 for _ in range(2):
                     written = session.module.generate(tokens_of(0, 9), **WRITE)
-            # Everything once per gathered(), however many forwards run inside it.
+            # Each unit is gathered once per gathered(), for any number of forwards inside.
             assert session.traffic()["all_gather"] == whole
             assert torch.equal(written, plain.eval().generate(tokens_of(0, 9), **WRITE))

@@ -1,5 +1,8 @@
-"""Whatever autograd saves, and whoever packs it: gradients are those of plain PyTorch where parameters are evicted, and
-values that were changed since are an error; ``torch.func`` and recomputations through such models."""
+"""Parameters that autograd saves for backward, and saved tensor hooks, where parameters are evicted between passes.
+
+Gradients equal plain PyTorch's; saved values that were changed since are an error. ``torch.func`` and recomputation
+work through sharded models.
+"""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -34,7 +37,7 @@ from tests.support.engine_setup import (
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
-# A unit a module, and one a parameter; nothing that is idle stays gathered.
+# A unit per module, and one per parameter; idle units are freed.
 PLANS_OF_3 = {
     "shared": zero(3),
     "gloo": zero(3).but(shared_memory=False),
@@ -61,7 +64,7 @@ def expected(way: str, names: tuple[str, ...]) -> list[dict[str, Tensor]]:
 
 
 def trained(plan: Plan, way: str, names: list[str], mesh: Mesh) -> dict[str, Tensor]:
-    """The parameters after one step, and the gradient of the input."""
+    """Return the parameters after one step, and the gradient of the input."""
     table = seeded(lambda: Table(names))
     with sharded(table, plain_sgd(table), plan, mesh) as session:
         x = data(mesh.rank, 0, rows=ROWS).requires_grad_()
@@ -101,7 +104,7 @@ def test_every_operator_that_saves_parameters(ways: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["shared", *full("gloo")])
-def test_some(name: str) -> None:
+def test_some_operators_that_save_parameters(name: str) -> None:
     compare(PLANS_OF_3[name], list(WAYS), some=FEW)
 
 
@@ -124,7 +127,7 @@ def net() -> nn.Module:
 
 
 class Overwriting(nn.Module):
-    """Changes what ``exp`` has saved for backward."""
+    """Changes in place what ``exp`` has saved for backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()
@@ -133,8 +136,8 @@ class Overwriting(nn.Module):
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", *full("zero3_gloo")])
 @on_ranks(2)
-def test_saved_values_that_were_changed_are_an_error(name: str) -> None:
-    """As in plain torch, whose own check leaves out what hooks have packed."""
+def test_changed_saved_values_are_an_error(name: str) -> None:
+    """They are one in plain torch, too, whose own check does not see values that hooks have packed."""
     model = seeded(lambda: nn.Sequential(net(), Overwriting(), net()))
     with sharded(model, sgd(model), PLANS[name]) as session:
         raises(RuntimeError, "modified by an inplace operation", session.backward, loss_of(session))
@@ -192,7 +195,7 @@ def test_transforms_of_the_whole_model(name: str) -> None:
         for what, use in USES.items():
             expected = numbers(use(plain, data(0, 0)))
             assert_close(numbers(use(model, data(0, 0))), expected, 1e-10, f"{name}, {what}")
-            session.backward(square(session.module)(data(session.mesh.rank, 1)))  # it trains as before
+            session.backward(square(session.module)(data(session.mesh.rank, 1)))  # training works as before
         session.optimizer.step()
         trained = plain_steps(plain, sgd(plain), 1, lambda m, rank, _: len(USES) * square(m)(data(rank, 1)))
         assert_close(session.module.state_dict(), trained, 1e-10, f"{name}, trained")
@@ -214,7 +217,7 @@ def test_transforms_inside_a_forward_pass_are_refused() -> None:
 
 
 class Recomputed(nn.Module):
-    """Its recomputation reads parameters that no module's forward gathers for it."""
+    """Its recomputation reads parameters that no module's forward gathers."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The unsharded oracle against torch's DistributedDataParallel.
+"""``shardwise.testing``: the plain oracle, ``RankPool`` and ``run_ranks``, and the simulated mesh of one rank.
 
-One rank of many beside the same rank among real ones: the same calls, of the same sizes.
-
-The pool of ranks for real: results, failures of every kind, reuse, and nothing left behind.
+The oracle (``train_plain``) is compared with torch's DistributedDataParallel. Real pools are tested for results,
+failures of every kind, reuse and cleanup. A rank of ``alike_mesh`` makes the same calls, of the same sizes, as a real
+one.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tests.support.models import MODELS, make_batches
 from tests.support.on_ranks import raises
 from tests.support.sets import campaign, full
 
-# DDP itself cannot do these: reentrant checkpoints with unused-parameter search.
+# DDP cannot run these: reentrant checkpointing together with its search for unused parameters.
 DDP_CASES = [name for name in MODELS if name not in ("checkpointed_reentrant",)]
 
 
@@ -100,8 +100,9 @@ KINDS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.op
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_masters_it_is_training_of_the_cast_model(kind: str) -> None:
-    """Written out for two ranks: the model in bf16, gradients summed in fp32 and rounded once, a step in bf16."""
+def test_training_without_masters_trains_the_cast_model(kind: str) -> None:
+    """The expected result is computed here for two ranks: a bf16 model, gradients summed in fp32 and rounded once, a
+    bf16 step."""
     case = MODELS["mlp"]
     batches = make_batches(case, 2, steps=3)
 
@@ -137,7 +138,7 @@ REST = [case for case in product((2, 4), PLANS, ("native", "gloo")) if case not 
 
 
 @pytest.mark.parametrize(("ranks", "name", "transport"), [*QUICK, *full(*PAIRS), *campaign(*REST)])
-def test_it_asks_for_what_a_real_rank_asks_for(ranks: int, name: str, transport: str) -> None:
+def test_simulated_rank_makes_the_calls_of_a_real_one(ranks: int, name: str, transport: str) -> None:
     real = run_ranks(ranks, real_steps, name, transport, STEPS, BLOCKS)
     for rank in range(ranks):
         log, groups, shard_numel = real[rank]
@@ -146,7 +147,7 @@ def test_it_asks_for_what_a_real_rank_asks_for(ranks: int, name: str, transport:
             mesh.reset_traffic()
             asked.reset()
             train(session, STEPS)
-            # In any order: when a reduction begins, among other operations, is a matter of waiting.
+            # In any order: the start of a reduction among other operations depends on timing.
             assert sorted(asked.log) == sorted(log), f"rank {rank}"
             assert counted(mesh) == groups
             assert sum(chunk.shard_end - chunk.shard_start for chunk in session.engine.shards.chunks) == shard_numel
@@ -163,7 +164,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: tuple[int, ...]) -> bool:
-    """Whether they end; a busy machine may need a while to tell."""
+    """Return whether the processes end; on a busy machine this may take a while."""
     end = time.monotonic() + 60.0
     while any(alive(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.02)
@@ -187,7 +188,7 @@ def sum_over_ranks(x: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 def raise_on(rank: int) -> None:
-    dist.barrier()  # the others are in the collective soon after
+    dist.barrier()  # the other ranks are in the collective soon after
     if dist.get_rank() == rank:
         raise ValueError(f"rank {rank} is unhappy")
     dist.all_reduce(torch.ones(1))
@@ -258,20 +259,20 @@ def shared_pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def pool(shared_pool: RankPool) -> RankPool:
-    """Running, with this module imported, so that ranks which have to wait for each other need not wait for imports."""
+    """Return a running pool whose ranks have imported this module, so that none waits for another one's imports."""
     shared_pool.run(nothing)
     return shared_pool
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first failure the pool waits for the others as long as they need on a busy machine."""
+    """Let the pool wait long enough for the other ranks after the first failure, even on a busy machine."""
     monkeypatch.setattr(implementation, "_GRACE_SECONDS", 120.0)
 
 
 @contextlib.contextmanager
 def giving_up(pool: RankPool, hanging: set[int], folder: Path) -> Iterator[None]:
-    """The time-out passes when these ranks alone have not finished, and have begun: neither sooner nor later.
+    """Let the time-out pass exactly when only these ranks are unfinished, and all of them have begun.
 
     A rank that has to finish may then take as long as it needs on a busy machine.
     """
@@ -304,7 +305,7 @@ def test_processes_are_kept_between_tasks(pool: RankPool) -> None:
     assert len(set(first)) == 2
 
 
-def test_exception_shows_rank_and_traceback(pool: RankPool) -> None:
+def test_exception_has_rank_and_traceback(pool: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool.run(raise_on, 1)
     error = caught.value
@@ -317,7 +318,7 @@ def test_exception_shows_rank_and_traceback(pool: RankPool) -> None:
     assert "leave_with_parent" not in str(error)
 
 
-def test_all_ranks_raising_are_all_shown(pool: RankPool, patient: None) -> None:
+def test_all_exceptions_of_ranks_are_shown(pool: RankPool, patient: None) -> None:
     with pytest.raises(RankError, match="1 and 2") as caught:
         pool.run(raise_unpicklable)
     assert caught.value.exception is None
@@ -334,7 +335,7 @@ def test_killed_rank_is_reported_at_once(pool: RankPool) -> None:
     assert gone(pids)
 
 
-def test_crash_shows_where(pool: RankPool) -> None:
+def test_crash_shows_its_place(pool: RankPool) -> None:
     caught = raises(RankError, "killed by SIGSEGV", lambda: pool.run(end_by, signal.SIGSEGV, 0))
     assert "end_by" in caught
 
@@ -360,7 +361,7 @@ def test_hang_ends_with_stacks(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_children_of_a_killed_rank_go_too(pool: RankPool, tmp_path: Path) -> None:
+def test_children_of_a_killed_rank_are_killed(pool: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError), giving_up(pool, {0, 1}, tmp_path):
         pool.run(start_child_and_hang, str(tmp_path), timeout=1.0)
     assert gone(tuple(int((tmp_path / f"child-{rank}").read_text("utf-8")) for rank in range(2)))
@@ -382,7 +383,7 @@ def test_data_loaders_start_workers_as_in_the_caller(pool: RankPool, method: str
         assert pool.run(load_batches) == [(method, [0.0, 2.0, 4.0])] * 2
 
 
-def test_lost_process_group_is_made_again(pool: RankPool) -> None:
+def test_lost_process_group_is_created_again(pool: RankPool) -> None:
     pool.run(dist.destroy_process_group)
     assert pool.run(sum_over_ranks, torch.zeros(1))[1][1].item() == 1
 
@@ -391,7 +392,7 @@ def test_result_that_cannot_be_sent_is_an_error(pool: RankPool) -> None:
     raises(RankError, "lambda", lambda: pool.run(bad_result))
 
 
-def test_values_travel_by_copy(pool: RankPool) -> None:
+def test_values_are_sent_as_copies(pool: RankPool) -> None:
     sent = {
         "transposed": torch.nn.Parameter(torch.randn(5, 7).t()),
         "strided": torch.arange(12.0)[::3],
@@ -418,7 +419,7 @@ def test_a_rank_cannot_start_ranks(pool: RankPool) -> None:
     raises(RankError, "a rank tried to start a pool", lambda: pool.run(start_pool))
 
 
-def test_nothing_is_left_after_close() -> None:
+def test_close_leaves_no_processes_or_files() -> None:
     pool = RankPool(2)
     pool.run(nothing)
     pids, directory = pool.pids, pool._directory
@@ -491,7 +492,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.full
-def test_a_module_that_pytest_imports_by_its_file(tmp_path: Path) -> None:
+def test_module_that_pytest_imports_by_its_file(tmp_path: Path) -> None:
     done = run_script(tmp_path / "test_itself.py", BY_ITS_FILE)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
 
@@ -517,7 +518,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.full
-def test_ranks_leave_when_the_caller_is_killed(tmp_path: Path) -> None:
+def test_ranks_exit_when_the_caller_is_killed(tmp_path: Path) -> None:
     done = run_script(tmp_path / "killed.py", KILLED)
     assert done.returncode == -signal.SIGKILL, done.stderr
     *pids, directory = done.stdout.splitlines()

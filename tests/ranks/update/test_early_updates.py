@@ -1,4 +1,4 @@
-"""Updates during backward: plain PyTorch's numbers, in every tier, and an error where one in place cannot serve."""
+"""``update="backward"``: results of plain PyTorch in every tier, and errors for uses that need all gradients."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.core.grads import reducer as patience
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.mesh import Mesh
-from shardwise.core.update.early import EarlyObserver
+from shardwise.core.update.optimizer_in_backward import EarlyObserver
 from shardwise.core.update.tiles import TileStepper
 from shardwise.plan import ByTensor, zero
 from shardwise.session import Session
@@ -46,14 +46,14 @@ ON_DISK = [
 
 
 @pytest.mark.parametrize("ranks, shared", [(2, None), *full((1, None), (2, False)), *campaign((4, None))])
-def test_equal_to_updates_in_step(ranks: int, shared: bool | None, tmp_path: Path) -> None:
+def test_early_updates_equal_updates_in_step(ranks: int, shared: bool | None, tmp_path: Path) -> None:
     cases = CASES + [replace(case, tiers=tiers(mix, str(tmp_path))) for mix, case in ON_DISK]
     check_equal(run_ranks(ranks, both, cases, shared, timeout=300.0), cases)
     assert not list(tmp_path.iterdir())
 
 
 class Deep(nn.Module):
-    """``[rows, 6]``; fails in the backward pass of its input side if told to."""
+    """A net on ``[rows, 6]`` that can fail in the backward pass of its input side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def close_to(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
-# ---- what an update in place cannot serve
+# ---- uses that need all gradients
 
 SCALER = scaler(initial_scale=1.0, growth_interval=1, max_scale=2.0)
 
@@ -123,13 +123,13 @@ SCALER = scaler(initial_scale=1.0, growth_interval=1, max_scale=2.0)
         ({"average": "tokens"}, "token weights are known only at the end"),
     ],
 )
-def test_a_plan_refuses_what_needs_all_gradients(changes: dict[str, Any], why: str) -> None:
+def test_plan_refuses_options_that_need_all_gradients(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=f"update='backward'.*{why}.*update='step'"):
         zero(2).but(update="backward", **changes)
 
 
 def refusal(act: Callable[[], Any]) -> str:
-    """The message of the error that ``act`` raises."""
+    """Return the message of the error that ``act`` raises."""
     try:
         act()
     except (RuntimeError, ValueError) as error:
@@ -155,13 +155,13 @@ def refused_between(session: Session) -> dict[str, str]:
 
 
 @on_ranks(2)
-def test_what_cannot_be_served_is_an_error_that_says_what_to_do() -> None:
+def test_unsupported_uses_raise_and_name_the_remedy() -> None:
     with one_mesh(zero(1)) as mesh, deep_session(mesh, reduce="last", gathered_fraction=1.0) as session:
         own = session.optimizers[0]
         found = {"no_sync": refusal(session.no_sync)}
         one_pass(session, 0)
         found |= refused_between(session)
-        own.step()  # what was refused did no harm
+        own.step()  # the refused calls changed nothing
         close_to(session.module.state_dict(), plain_values(mesh.size, [0]))
         one_pass(session, 1)
         own.param_groups[0]["lr"] = 0.01
@@ -188,7 +188,7 @@ State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def begun(session: Session) -> State:
-    """The states after a first step."""
+    """Return the states after a first step."""
     one_pass(session, 0)
     session.optimizers[0].step()
     return session.module.state_dict(), session.optimizers[0].state_dict()
@@ -200,16 +200,16 @@ def load(session: Session, saved: State) -> None:
 
 
 def goes_on(session: Session) -> None:
-    """From the states of :func:`begun`, as plain PyTorch does."""
+    """Train on from the states of :func:`begun`, and compare with plain PyTorch."""
     one_pass(session, 2)
     session.optimizers[0].step()
     close_to(session.module.state_dict(), plain_values(session.mesh.size, [0, 2]))
 
 
 def slowly(*args: Any) -> None:
-    """Update for so long that the program loads meanwhile."""
+    """Update so slowly that the program loads meanwhile."""
     STEP_TILES(*args)
-    time.sleep(0.3)  # the optimizer has the groups of the tile still
+    time.sleep(0.3)  # the optimizer still has the groups of the tile
 
 
 def after_a_failed_pass(root: str) -> None:
@@ -224,7 +224,7 @@ def after_a_failed_pass(root: str) -> None:
                     one_pass(session, 1)
                 model.fail = False
                 if how == "states":
-                    assert "load a checkpoint" in refusal(own.state_dict)  # which drops the pass itself
+                    assert "load a checkpoint" in refusal(own.state_dict)  # this also drops the pass
                     assert "load a checkpoint" in refusal(session.module.state_dict)
                     own.zero_grad()
                     assert "load a checkpoint" in refusal(lambda: one_pass(session, 2))
@@ -238,12 +238,12 @@ def after_a_failed_pass(root: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, *full(1)])
-def test_a_pass_that_fails_leaves_a_state_to_load(ranks: int, tmp_path: Path) -> None:
+def test_failed_pass_requires_a_load(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, after_a_failed_pass, str(tmp_path))
 
 
 @on_ranks(2)
-def test_ctrl_c_at_the_very_end_of_a_pass_leaves_a_state_to_load() -> None:
+def test_ctrl_c_at_the_end_of_a_pass_requires_a_load() -> None:
     real = Reducer._end_pass
 
     def end_pass(self: Reducer, sync: bool) -> None:
@@ -259,7 +259,7 @@ def test_ctrl_c_at_the_very_end_of_a_pass_leaves_a_state_to_load() -> None:
 
 
 class Nested(nn.Module):
-    """Its parameter gets a gradient in two passes, one inside the other."""
+    """A module whose parameter gets a gradient in two passes, one inside the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def test_a_second_gradient_in_one_pass() -> None:
 
 
 class Broken(torch.optim.SGD):
-    """Its step raises ``error``."""
+    """An optimizer whose step raises ``error``."""
 
     error: BaseException | None = None
 
@@ -291,7 +291,7 @@ class Broken(torch.optim.SGD):
 
 @pytest.mark.parametrize("error_type", [ArithmeticError, SystemExit])
 @on_ranks(1)
-def test_an_update_that_fails_is_raised_by_step(error_type: type[BaseException]) -> None:
+def test_failed_update_is_raised_by_step(error_type: type[BaseException]) -> None:
     model = deep()
     optimizer = Broken(model.parameters(), lr=0.1, momentum=0.5)
     with sharded(model, optimizer, zero(3).but(update="backward")) as session:
@@ -306,7 +306,7 @@ def test_an_update_that_fails_is_raised_by_step(error_type: type[BaseException])
         raises(RuntimeError, "load a checkpoint", full_state, session)
 
 
-# ---- beside the pass
+# ---- memory of gradients
 
 
 class Wide(nn.Module):
@@ -323,7 +323,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("ranks", [1, *full(2)])
 @on_ranks()
-def test_streamed_gradients_are_not_kept(ranks: int, update: Any) -> None:
+def test_early_updates_free_gradients(ranks: int, update: Any) -> None:
     model = Wide()
     all_of_them = sum(p.numel() * 4 for p in model.parameters()) // ranks
     with sharded(model, torch.optim.Adam(model.parameters()), zero(3).but(update=update)) as session:
@@ -335,7 +335,7 @@ def test_streamed_gradients_are_not_kept(ranks: int, update: Any) -> None:
             real(self, chunk)
             peak = max(peak, session.memory().gradients_bytes)
 
-        # Not for a peer that is slow here: a rank would go on in private memory.
+        # Do not give up on a slow peer here: the rank would go on in private memory.
         waits = mock.patch.object(patience, "SHORT_S", 600.0)
         with mock.patch.object(EarlyObserver, "result_added", watched), waits:
             for _ in range(2):
@@ -343,7 +343,8 @@ def test_streamed_gradients_are_not_kept(ranks: int, update: Any) -> None:
                 peak = max(peak, session.memory().gradients_bytes)
                 session.optimizers[0].step()
     if update == "backward":
-        # The exchange buffers of two chunks, and what waits for its update: 4, one being made, one just reduced.
+        # The exchange buffers of two chunks, and gradients that wait for their update: 4, one being reduced, one just
+        # reduced.
         assert peak <= 2 * ranks * all_of_them / 24 + 6 * all_of_them / 24
         assert peak < 0.5 * all_of_them
     else:

@@ -1,4 +1,4 @@
-"""What the user does to the optimizer after build: groups, state, hooks and options, against plain PyTorch."""
+"""Changes to the optimizer after build (groups, state, hooks and options), compared with plain PyTorch."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Edit = Callable[[Any, int], None]
 
 
 class Late(nn.Module):
-    """``[4, 6]``; its parts are first used in steps 0, 1 and 2."""
+    """A net on ``[4, 6]`` whose parts are first used in steps 0, 1 and 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def nothing(_optimizer: Any, _step: int) -> None:
 
 
 def trained(plan: Plan, mesh: Mesh, make: Make, edit: Edit = nothing, late: bool = False) -> dict[str, Tensor]:
-    """``edit`` is called before each backward pass with what build returned."""
+    """Train, and call ``edit`` before each backward pass with what build returned."""
     model = Late()
     with sharded(model, make(model), plan, mesh) as session:
         for step in range(STEPS):
@@ -68,7 +68,7 @@ def plain(ranks: int, make: Make, edit: Edit = nothing, late: bool = False) -> d
     return dict(model.state_dict())
 
 
-# ---- optimizers that write into gradients, or that make state late
+# ---- optimizers that write into gradients, or that create state late
 
 
 def nesterov(model: nn.Module) -> Optimizer:
@@ -80,7 +80,7 @@ def momentum(model: nn.Module) -> Optimizer:
 
 
 def groups(model: Any) -> Optimizer:
-    """Three groups with rates and decays of their own."""
+    """Return three groups with their own rates and weight decays."""
     own = [{"params": part.parameters(), "lr": 0.1 / (i + 1)} for i, part in enumerate(model.parts)]
     return torch.optim.SGD(own, lr=0.1, momentum=0.9)
 
@@ -95,8 +95,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @on_ranks(2)
-def test_a_kernel_that_writes_into_gradients_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path) -> None:
-    """With parameters of a tile that are first used in different steps."""
+def test_optimizer_that_writes_into_gradients_equals_plain_pytorch_in_every_tier(tmp_path: Path) -> None:
+    """Parameters of one tile are first used in different steps."""
     expected = plain(2, nesterov, late=True)
     with small_tiles(100), one_mesh(zero(3)) as mesh:
         for mix, changes in VARIANTS:
@@ -122,7 +122,7 @@ def half(optimizer: Any, step: int) -> None:
 
 
 def hooked(make: Make) -> Make:
-    """The rate is set by a hook on the optimizer's step."""
+    """Let a hook on the optimizer's step set the rate."""
 
     def with_hook(model: nn.Module) -> Optimizer:
         optimizer = make(model)
@@ -174,8 +174,8 @@ REFUSED: dict[Callable[[Session], None], str] = {
 
 
 @on_ranks(2)
-def test_groups_that_cannot_be_followed_are_refused_by_name() -> None:
-    """By the edit itself, or by ``step()`` and ``state_dict()``; nothing changes."""
+def test_unsupported_changes_of_groups_are_refused_by_name() -> None:
+    """The edit itself raises, or ``step()`` and ``state_dict()``; nothing changes."""
     for edit, message in REFUSED.items():
         model, words = Late(), re.escape(message)
         with sharded(model, groups(model), zero(2)) as session:
@@ -195,7 +195,7 @@ def test_groups_that_cannot_be_followed_are_refused_by_name() -> None:
 
 
 def no_momentum(optimizer: Any, step: int) -> None:
-    """The user forgets the momentum of every other step by new tensors, and once all state."""
+    """Replace the momentum by new tensors every other step, and clear all state once."""
     if step == 1:
         for entry in optimizer.state.values():
             entry["momentum_buffer"] = torch.full(entry["momentum_buffer"].shape, 0.01, dtype=torch.float64)
@@ -207,7 +207,7 @@ def no_momentum(optimizer: Any, step: int) -> None:
 
 
 @on_ranks(2)
-def test_state_that_the_user_replaces_counts_in_every_tier(tmp_path: Path) -> None:
+def test_state_that_the_user_replaces_is_used_in_every_tier(tmp_path: Path) -> None:
     expected = plain(2, momentum, no_momentum)
     with small_tiles(), one_mesh(zero(3)) as mesh:
         for mix in ("device", "s_host", "s_disk", "all_disk", "p_disk_s_host"):
@@ -216,7 +216,7 @@ def test_state_that_the_user_replaces_counts_in_every_tier(tmp_path: Path) -> No
 
 
 @on_ranks(2)
-def test_state_on_a_disk_shows_nan_between_steps(tmp_path: Path) -> None:
+def test_state_on_a_disk_is_nan_between_steps(tmp_path: Path) -> None:
     model = Late()
     with sharded(model, momentum(model), with_tiers(zero(2), "s_disk", str(tmp_path))) as session:
         session.backward(session.module(rows(session.mesh.rank, 0), 0, False).square().mean())
@@ -239,8 +239,8 @@ WRONG_OPTIONS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(("option", "value"), WRONG_OPTIONS)
 @on_ranks(2)
-def test_an_option_out_of_bounds_is_an_error_and_may_be_mended(option: str, value: Any, update: str) -> None:
-    """Parameters are as before it, and finite after a step with a right one."""
+def test_invalid_option_is_an_error_and_can_be_corrected(option: str, value: Any, update: str) -> None:
+    """Parameters are unchanged by the error, and finite after a step with a valid value."""
     model, plan = Late(), zero(3).but(update=update)
     with sharded(model, torch.optim.AdamW(model.parameters(), foreach=False), plan) as session:
         before, group = session.module.state_dict(), session.optimizers[0].param_groups[0]
@@ -259,8 +259,8 @@ def test_an_option_out_of_bounds_is_an_error_and_may_be_mended(option: str, valu
 
 
 @on_ranks(1)
-def test_options_that_the_optimizer_was_made_with_are_valid() -> None:
-    """A rate of 0, what the optimizer was made with, and a rate on another device are no errors."""
+def test_options_of_the_constructor_are_valid() -> None:
+    """A rate of 0, the constructor's own values, and a rate on another device are no errors."""
     model = Late()
     own = torch.optim.Adafactor(model.parameters())  # eps is (None, 0.001)
     with sharded(model, own, zero(1)) as session:

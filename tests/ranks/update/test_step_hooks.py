@@ -1,4 +1,4 @@
-"""Step pre-hooks where torch runs them: before the closure, and before anything is made of gradients and rates."""
+"""Step pre-hooks run where torch runs them: before the closure, and before gradients and rates are used."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Hook:
-    """Halves the rate, clips, and takes the mean out of each gradient."""
+    """A hook that halves the rate, clips, and subtracts the mean of each gradient."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -60,7 +60,7 @@ def plain(ranks: int, max_norm: float = 0.0) -> tuple[list[float], dict[str, Ten
 
 
 def under_a_scale(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[float]]:
-    """With a fourth step that is skipped."""
+    """Train with a fourth step that overflows and is skipped."""
     model, hook = seeded(net), Hook()
     optimizer = adam(model)
     optimizer.register_step_pre_hook(hook)
@@ -96,8 +96,8 @@ def scale(optimizer: Any, factor: float) -> None:
     ("stage", "scaled"), [(2, True), (3, False), *full((1, False), (1, True), (2, False), (3, True))]
 )
 @on_ranks(2)
-def test_what_hooks_do_is_compared_between_ranks(stage: Any, scaled: bool) -> None:
-    """Each rank scales by its own number in the hook."""
+def test_gradients_that_hooks_change_are_compared_between_ranks(stage: Any, scaled: bool) -> None:
+    """In the hook, each rank scales by its own factor."""
     model = seeded(net)
     optimizer = adam(model)
     optimizer.register_step_pre_hook(lambda own, *_: scale(own, 1.0 + dist.get_rank()))
@@ -118,7 +118,8 @@ Seen = tuple[list[str], list[float], dict[str, Tensor]]
 
 
 def hooked_steps(module: nn.Module, given: Any, own: Any, backward: Callable[[int], Tensor]) -> Seen:
-    """A step with a closure, and one of a pass under ``no_sync()``, whose gradients a hook reads: what is called."""
+    """Run a step with a closure, and one after a pass under ``no_sync()`` whose gradients a hook reads; return the
+    calls."""
     calls, norms = list[str](), list[float]()
     given.register_step_pre_hook(lambda *_: calls.append("before"))
     given.register_step_post_hook(lambda *_: calls.append("after"))
@@ -161,7 +162,7 @@ def plainly_with_closures(ranks: int) -> Seen:
     return hooked_steps(model, optimizer, optimizer, backward)
 
 
-def test_hooks_come_before_the_closure_and_see_what_is_reduced() -> None:
+def test_hooks_run_before_the_closure_and_see_reduced_gradients() -> None:
     for ranks in (1, 2):
         calls, norms, expected = plainly_with_closures(ranks)
         assert calls == ["before", "closure", "after", "before", "after"]

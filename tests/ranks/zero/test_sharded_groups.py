@@ -1,8 +1,7 @@
-"""shardwise.zero and shardwise.deepspeed in groups of some ranks, each against a run of its own in one process.
+"""``shardwise.zero`` and ``shardwise.deepspeed`` in groups of some ranks, each compared with a run in one process.
 
 Everything is fp32 unless said otherwise; parameters agree within 1e-6 of each tensor's largest element.
-
-ReduceScatterBucketer on gloo: the documented order, sizes, groups and errors.
+``ReduceScatterBucketer`` on gloo is tested for its documented order, sizes, groups and errors.
 """
 
 import functools
@@ -78,8 +77,8 @@ def test_each_group_trains_its_own_model(name: str, count: int) -> None:
 
 
 @on_ranks(4)
-def test_one_group_saves_and_another_loads(tmp_path: Path) -> None:
-    """The first group saves while the second does not; both load it; one of three ranks' is loaded by one."""
+def test_checkpoint_of_one_group_is_loaded_by_another(tmp_path: Path) -> None:
+    """The first group saves while the second does not; both load the files. One rank loads the files of three."""
     number, group = join(GROUPS["one_and_three"])
     model, optimizer = made(group, "mlp", "bucket")
     steps = steps_of("mlp", 1, 3)
@@ -107,7 +106,7 @@ def test_one_group_saves_and_another_loads(tmp_path: Path) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("gloo", [False, True])
 def test_an_error_stays_in_its_group(gloo: bool) -> None:
-    """Rank 1 fails in the first pass of its group; the other, which would wait for long, trains to its end."""
+    """Rank 1 fails in the first pass of its group; the other group, which would wait, trains to its end."""
     number, group = join(GROUPS["strided"], 600.0 if dist.get_rank() in (0, 2) else 60.0)
     with transport(gloo):
         model, optimizer = made(group, "mlp")
@@ -123,7 +122,7 @@ def test_an_error_stays_in_its_group(gloo: bool) -> None:
 
 
 @on_ranks(4)
-def test_groups_that_do_not_fit() -> None:
+def test_invalid_groups_are_refused() -> None:
     _, pairs = join(GROUPS["pairs"])
     _, strided = join(GROUPS["strided"])
     strangers = [dist.new_group([rank], backend="gloo") for rank in range(4)]
@@ -151,7 +150,7 @@ def test_groups_that_do_not_fit() -> None:
         (lambda: optimizer(mp_process_group=stranger), "mp_process_group=-100"),
         error=ValueError,
     )
-    optimizer()  # and a right one may follow
+    optimizer()  # a valid one may follow
     sharded.close()
 
 
@@ -168,7 +167,7 @@ def whole() -> tuple[dict[str, Tensor], list[float]]:
 
 
 def of_a_part(mark: str = "tensor_model_parallel", half: bool = False, **options: Any) -> tuple[Any, Any]:
-    """This rank's part of the model, and its optimizer."""
+    """Return this rank's part of the model, and its optimizer."""
     (_, data), (_, others) = join(GROUPS["strided"]), join(GROUPS["pairs"])
     strategy = TensorShardStrategy()
     with ZeroInitContext("cpu", strategy, True, dp_process_group=data, convert_fp16=half):
@@ -180,7 +179,7 @@ def of_a_part(mark: str = "tensor_model_parallel", half: bool = False, **options
 
 @on_ranks(4)
 @pytest.mark.parametrize("mark", ["tensor_model_parallel", *full("is_tensor_parallel")])
-def test_the_norm_is_that_of_the_whole_model(mark: str) -> None:
+def test_gradient_norm_covers_all_model_parallel_parts(mark: str) -> None:
     me = dist.get_rank()
     model, optimizer = of_a_part(mark)
     norms = []
@@ -198,7 +197,7 @@ def test_the_norm_is_that_of_the_whole_model(mark: str) -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize(("where", "layer"), [(3, "own"), *full((1, "common"), (0, "common"))])
-def test_an_overflow_on_one_part_skips_the_step_on_all(where: int, layer: str) -> None:
+def test_overflow_in_one_part_skips_the_step_on_all(where: int, layer: str) -> None:
     """One rank's gradient of one layer is not finite."""
     me = dist.get_rank()
     model, optimizer = of_a_part(half=True, hysteresis=1)
@@ -217,7 +216,7 @@ def test_an_overflow_on_one_part_skips_the_step_on_all(where: int, layer: str) -
 
 
 @on_ranks(4)
-def test_a_model_without_marks_warns_once() -> None:
+def test_model_without_parallel_marks_warns_once() -> None:
     _, data = join(GROUPS["strided"])
     _, model_group = join(GROUPS["pairs"])
     strategy = TensorShardStrategy()
@@ -254,7 +253,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 @on_ranks(4)
 @pytest.mark.parametrize("in_context", [*full(False), True])
-def test_an_mpu_divides_and_joins(tmp_path: Path, in_context: bool) -> None:
+def test_mpu_splits_and_joins(tmp_path: Path, in_context: bool) -> None:
     folder = str(tmp_path)
     me = dist.get_rank()
     _, data = join(GROUPS["strided"])
@@ -325,7 +324,7 @@ MIB = 1024 * 1024
 
 
 def inputs(numel: int, dtype: torch.dtype = torch.float32, ranks: int | None = None, start: int = 0) -> list[Tensor]:
-    """Rank r gives rank i the numbers ``start + 10 r + i``."""
+    """Return the numbers ``start + 10 r + i`` that rank r sends to rank i."""
     rank, ranks = dist.get_rank(), ranks or dist.get_world_size()
     return [torch.full((numel,), float(start + 10 * rank + i), dtype=dtype) for i in range(ranks)]
 
@@ -338,7 +337,7 @@ def expected(numel: int, start: int = 0, members: list[int] | None = None) -> li
 
 @on_ranks()
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_documented_usage_and_its_sums(ranks: int) -> None:
+def test_documented_use_and_its_sums(ranks: int) -> None:
     printed: list[str] = []
     bucketer = ReduceScatterBucketer(bucket_size_mb=1)
     bucketer.reduce_scatter_async(inputs(4), callback_fn=lambda result: printed.append("small"))
@@ -361,7 +360,7 @@ def sums(dtype: torch.dtype) -> None:
         tensors += mine
         bucketer.reduce_scatter_async(mine, callback_fn=results.append)
     for tensor in tensors:
-        tensor.fill_(float("nan"))  # the inputs are the caller's again
+        tensor.fill_(float("nan"))  # the caller owns the inputs again
     bucketer.flush()
     shaped = [torch.ones(2, 3, dtype=dtype) for _ in range(dist.get_world_size())]
     bucketer.reduce_scatter_async(shaped, callback_fn=results.append)
@@ -373,7 +372,7 @@ def sums(dtype: torch.dtype) -> None:
 
 
 @on_ranks(2)
-def test_a_full_bucket_makes_room() -> None:
+def test_full_bucket_is_flushed() -> None:
     order: list[str] = []
     bucketer = ReduceScatterBucketer(bucket_size_mb=8 * 4 * dist.get_world_size() / MIB)  # 8 elements of each rank
     for name, numel in (("a", 5), ("b", 3), ("c", 1), ("d", 8), ("e", 9)):
@@ -381,12 +380,12 @@ def test_a_full_bucket_makes_room() -> None:
         order.append("-")
     bucketer.flush()
     bucketer.flush()
-    # c finds no room beside a and b, d none beside c, and e is too large.
+    # c does not fit with a and b, d does not fit with c, and e is too large.
     assert order == ["-", "-", "a", "b", "-", "c", "-", "e", "-", "d"]
 
 
 @on_ranks(3)
-def test_a_group_of_some_ranks_beside_all() -> None:
+def test_buckets_of_two_groups() -> None:
     pair = dist.new_group([0, 2])
     bucketer = ReduceScatterBucketer()
     results: list[Tensor] = []
@@ -403,7 +402,7 @@ def test_a_group_of_some_ranks_beside_all() -> None:
 
 
 @on_ranks(2)
-def test_wrong_uses_are_errors_and_leave_it_usable() -> None:
+def test_invalid_uses_raise_and_leave_it_usable() -> None:
     bucketer, one, two = ReduceScatterBucketer(), torch.ones(2), torch.ones(3)
     for bad, message in (
         ([one], "^input_list has 1 tensors for a group of 2"),
@@ -416,5 +415,5 @@ def test_wrong_uses_are_errors_and_leave_it_usable() -> None:
     raises(RuntimeError, "1 inputs wait", lambda: bucketer.free())
     bucketer.flush()
     bucketer.free()
-    bucketer.reduce_scatter_async([one, one])  # the memory comes again
+    bucketer.reduce_scatter_async([one, one])  # its memory is allocated again
     bucketer.flush()

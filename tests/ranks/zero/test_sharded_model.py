@@ -1,9 +1,8 @@
-"""shardwise.zero on 1, 2 and 3 ranks against plain mixed-precision training, and upstream's faults by name.
+"""``ShardedModelV2`` and ``ShardedOptimizerV2`` on 1, 2 and 3 ranks, compared with plain mixed-precision training.
 
-Both sum 16-bit gradients over ranks in fp32, in rank order, and keep the sum in fp32 (in 16 bits where the shard
-is reused), so the masters agree within 1e-6 of each tensor's largest element: kernels may differ in fp32's last bit.
-
-ShardedOptimizerV2 on two ranks: state, loss scale, clipping, use before an optimizer; upstream's faults by name.
+Both sum 16-bit gradients over ranks in fp32, in rank order, and store the sum in fp32 (in 16 bits where the shard is
+reused), so the masters agree within 1e-6 of each tensor's largest element: kernels may differ in fp32's last bit. Other
+tests: arguments, state, loss scale, clipping, use before an optimizer exists, and faults of the original by number.
 """
 
 import warnings
@@ -50,7 +49,7 @@ KNOWN = list(SETTINGS)
 ODD = ["tied", "whole_tied", "offloaded_whole", "frozen", "unused", "predivided"]
 SOME = ["by_tensor", "tied", "whole_no_buckets", "reused_shard", "accumulated", "whole_accumulated"]
 SOME += ["offloaded_whole", "checkpointed"]
-OTHERS = [name for name in KNOWN if name not in SOME and name != "by_layer"]  # "offloaded" is the same elsewhere
+OTHERS = [name for name in KNOWN if name not in SOME and name != "by_layer"]  # "offloaded" differs by its device only
 
 
 @on_ranks(timeout=120.0)
@@ -74,14 +73,14 @@ def test_training_equals_plain_torch(ranks: int, names: list[str]) -> None:
         assert_close({key: state[key] for key in expected}, expected, RTOL, f"{name} on {ranks} ranks")
 
 
-# ---- what the arguments do
+# ---- effects of the arguments
 
 
 GRADIENTS = [[1.0, 2.0, 5.0, 7.0], [3.0, 1.0, 1.0, 2.0]]
 
 
 @on_ranks(2)
-def test_gradients_are_divided_before_and_after() -> None:
+def test_gradient_predivide_and_postdivide() -> None:
     halves = [torch.tensor(g, dtype=torch.float16) for g in GRADIENTS]
     found = []
     for factor in (1.0, 3.0):
@@ -92,7 +91,7 @@ def test_gradients_are_divided_before_and_after() -> None:
         parts = [(each / factor).float() for each in halves]
         found.append((parts[0] + parts[1]) * (factor / 2))
         assert torch.equal(after, before - found[-1])
-    assert not torch.equal(*found)  # dividing by 3 rounds
+    assert not torch.equal(*found)  # division by 3 rounds
 
 
 @on_ranks(2)
@@ -105,7 +104,7 @@ def test_gradients_are_divided_before_and_after() -> None:
     ],
     ids=["default", "defect_13", "reused"],
 )
-def test_gradients_travel_and_add_up_in_the_dtypes_of_the_arguments(
+def test_gradients_are_sent_and_added_in_the_dtypes_of_the_arguments(
     options: dict[str, Any], sent: int, dtype: torch.dtype
 ) -> None:
     model, optimizer = linear(**options)
@@ -128,14 +127,14 @@ def test_strategies_gather_by_tensor_or_by_layer(strategy: str) -> None:
         model(*make_batches(MODELS["gpt"], 2)[0][0][dist.get_rank()]["args"])
     count = calls.get("all_gather", 0) - before
     model.close()
-    # The head has the weight of the tokens; what is gathered once may be gathered again for the head.
+    # The head's weight is tied to the token embedding, which may be gathered again for the head.
     owners = [m for m in gpt.modules() if next(m.parameters(recurse=False), None) is not None]
     least = {"bucket": len(owners) - 1, "tensor": len(list(gpt.parameters())), "whole": 0}[strategy]
     assert least <= count <= least + (not whole)
 
 
 @on_ranks(2)
-def test_no_shard_zero_context_keeps_a_part_whole() -> None:
+def test_no_shard_zero_context_leaves_parameters_unsharded() -> None:
     strategy = TensorShardStrategy()
     with ZeroInitContext("cpu", strategy, shard_param=True):
         first = nn.Linear(6, 6)
@@ -161,12 +160,12 @@ def test_offloaded_state_is_on_the_host() -> None:
     step_with(model, optimizer, [1.0] * 4)
     accounts = model.session.engine.accounts
     host, device = (sum(accounts.state_bytes(tier)) for tier in (Tier.HOST, Tier.DEVICE))
-    assert host == optimizer.get_memory_usage()[1] == 2 * 4 and device == 0  # masters: two fp32 elements a rank
+    assert host == optimizer.get_memory_usage()[1] == 2 * 4 and device == 0  # masters: two fp32 elements per rank
     model.close()
 
 
 @on_ranks(2)
-def test_refusals() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     model, _ = linear()
     outside = "parameter 'weight' was made outside of ZeroInitContext"
     assert_refused(
@@ -187,7 +186,7 @@ def test_refusals() -> None:
 
 
 @on_ranks(2)
-def test_what_has_no_effect_is_said_once() -> None:
+def test_arguments_without_effect_warn_once() -> None:
     with warnings.catch_warnings(record=True, action="always") as caught:
         model, _ = linear(reduce_scatter_bucket_size_mb=3, **OFFLOAD)
     model.close()
@@ -201,14 +200,14 @@ def test_a_reused_shard_refuses_accumulation() -> None:
     optimizer.backward(model(torch.ones(1, 4)).sum())
     (parameter,) = model.parameters()
     raises(RuntimeError, "reuse_fp16_shard=True", lambda: optimizer.backward(model(torch.ones(1, 4)).sum()))
-    # What was refused has changed nothing: the gradient is that of the first pass.
+    # The refused pass changed nothing: the gradient is that of the first pass.
     assert parameter.grad is not None and float(parameter.grad.float().sum()) == 4.0
     optimizer.step()
     assert float(step_with(model, optimizer, [1.0] * 4)[0]) == 6.0  # the first pass counts, and training goes on
     model.close()
 
 
-# ---- the rest of the interface
+# ---- further methods
 
 
 @on_ranks(2)
@@ -271,7 +270,7 @@ def test_fp32_and_convert_to_zero_v2() -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_may_come_after_use() -> None:
+def test_optimizer_may_be_created_after_use() -> None:
     setting = SETTINGS["tied"]
     steps = make_batches(MODELS["tied"], 2, STEPS)
     model = built(setting)

@@ -1,4 +1,4 @@
-"""A GPU that is not there: its work is done on the CPU, as late as its streams and events allow."""
+"""A simulated GPU: its work runs on the CPU, as late as its streams and events allow."""
 
 from tests.support.late.collectives import late_collectives
 from tests.support.late.device import LateDevice, LateError, late_device, long_ago

@@ -1,7 +1,7 @@
-"""Collectives of late devices as NCCL has them: works on a stream of the communicator, which hosts do not wait for.
+"""Collectives of late devices with the behaviour of NCCL: works on a stream of the communicator, without host waits.
 
-The numbers travel over gloo when the work is done. Hosts whose devices wait for each other's collectives must not have
-to ask for the same one: a device goes on by itself once its host has asked for nothing for a while, as a GPU does.
+The values travel over gloo when the work runs. Devices that wait for each other's collectives must not need a request
+of both hosts: a device goes on by itself once its host has requested nothing for a while, as a GPU does.
 """
 
 import threading
@@ -23,7 +23,7 @@ from tests.support.late.device import LateDevice
 from tests.support.late.streams import Event, Stream
 
 QUIET_S = 0.02
-"""After so long a device goes on by itself."""
+"""Seconds after which a device goes on by itself."""
 MEETING = 1
 """A tag of gloo's that no message of a device has."""
 
@@ -33,28 +33,28 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _Work:
-    """A collective that was given to the communicator's stream. Its tensors are kept until somebody waits, as NCCL."""
+    """A collective on the communicator's stream. It references its tensors until it is waited for, as in NCCL."""
 
     def __init__(self, device: LateDevice, done: Event, kept: Sequence[Tensor]) -> None:
         self._device, self._done, self._kept = device, done, list(kept)
 
     def wait(self) -> bool:
-        """The current stream waits."""
+        """Let the current stream wait."""
         self._device.current.wait_event(self._done)
         self._kept = []
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Return whether it is done."""
         return self._done.query()
 
 
 class _Communicator(_ProcessGroup):  # type: ignore[misc]
-    """What torch's collectives call for tensors of a late device.
+    """The functions that torch's collectives call for tensors of a late device.
 
     Args:
-        device: it.
-        over: gloo's, of the same ranks.
+        device: the late device.
+        over: gloo's process group of the same ranks.
     """
 
     def __init__(self, device: LateDevice, over: dist.ProcessGroup) -> None:
@@ -71,7 +71,7 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         read: Sequence[Tensor],
         written: Sequence[Tensor],
     ) -> _Work:
-        """Give the communicator's stream a work behind what the current one has."""
+        """Queue a work on the communicator's stream after the current stream's work."""
         device, block = self._device, self._device.memory.block_of
         device.memory.collect()
         self._stream.wait_stream(device.current)
@@ -89,7 +89,8 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         make: Callable[[list[Tensor]], Tensor],
         begin: Callable[[Tensor], Any] | None = None,
     ) -> _Work:
-        """Of every rank's ``sent``, when it is time, or of what ``begin`` brings, ``make`` gives what is written."""
+        """Exchange every rank's ``sent`` (or the result of ``begin``) when the work runs; ``make`` returns the values
+        to write."""
         with self._device.schedule.lock:
             own, targets = self._same(sent), [self._same(tensor) for tensor in written]
             outs = [torch.empty_like(own) for _ in range(self.size())]
@@ -126,29 +127,29 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_single = _reduce_scatter_base
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Of one tensor."""
+        """Reduce one tensor."""
         return self._give("an all-reduce", tensors[0], tensors, partial(_reduced, opts=opts))
 
     def reduce(self, tensors: list[Tensor], opts: Any, outs: list[Tensor] | None = None) -> Any:
-        """To one rank, in place or into ``outs``."""
+        """Reduce to one rank, in place or into ``outs``."""
         written = (outs or tensors) if opts.rootRank == self.rank() else []
         return self._give("a reduction", tensors[0], written, partial(_reduced, opts=opts))
 
     def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> Any:
-        """Of parts that may differ in length."""
+        """Reduce and scatter parts that may differ in length."""
         roots = (SimpleNamespace(rootRank=rank, reduceOp=opts.reduceOp) for rank in range(self.size()))
         return [self.reduce([part], root, outs) for root, part in zip(roots, parts[0], strict=True)][-1]
 
     def allgather(self, outs: list[list[Tensor]], _own: list[Tensor], _opts: Any = None) -> Any:
-        """Of parts that may differ in length; the own one is where it belongs."""
+        """Gather parts that may differ in length; the own part is in place already."""
         return [self.broadcast([part], SimpleNamespace(rootRank=rank)) for rank, part in enumerate(outs[0])][-1]
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        """From one rank."""
+        """Broadcast from one rank."""
         return self._give("a broadcast", tensors[0], tensors, itemgetter(opts.rootRank))
 
     def alltoall_base(self, out: Tensor, full: Tensor, came: list[int], sent: list[int], opts: Any = None) -> Any:
-        """Equal slices, or those of these sizes."""
+        """Exchange equal slices, or slices of these sizes."""
         found = torch.empty_like(self._same(out))
 
         def begin(own: Tensor) -> Any:
@@ -159,12 +160,13 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """To one rank. There are no tags: messages between two ranks come in the order in which both begin them."""
+        """Send to one rank. There are no tags: messages between two ranks arrive in the order in which both start
+        them."""
         self._meet(peer)
         return self._message("a send", tensors, [], partial(self._over.send, [self._same(tensors[0])], peer, 0))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """From one rank; see :meth:`send`."""
+        """Receive from one rank; see :meth:`send`."""
         self._meet(peer)
         target = self._same(tensors[0])
         found = torch.empty(target.shape, dtype=target.dtype)
@@ -172,7 +174,7 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         return self._message("a receive", [], tensors, begin, lambda: target.copy_(found))
 
     def _meet(self, peer: int) -> None:
-        """The first message of two ranks holds the host until the other comes to it, too: what they need is made."""
+        """Block the host at the first message of two ranks until the other one comes to it, to connect them."""
         if peer in self._met:
             return
         own, theirs = torch.zeros(1), torch.empty(1)
@@ -220,7 +222,7 @@ def _reduced(parts: list[Tensor], opts: Any) -> Tensor:
 
 
 class _LateGroup(NativeGroup):
-    """The library's own group for NCCL, over communicators of late devices."""
+    """The library's group for NCCL, over communicators of late devices."""
 
     def __init__(self, device: LateDevice, maker: GroupMaker, request: GroupRequest) -> None:
         control = request.control
@@ -234,8 +236,8 @@ class _LateGroup(NativeGroup):
 
 
 def late_collectives(device: LateDevice) -> Callable[[], None]:
-    """Groups of ranks with ``cuda`` devices, and wires between them, are of late devices from here on; returns what
-    undoes that."""
+    """Let groups of ranks with ``cuda`` devices, and channels between them, use late devices; return a function that
+    undoes it."""
 
     def make(maker: GroupMaker, request: GroupRequest) -> Group:
         return _LateGroup(device, maker, request)
@@ -256,11 +258,12 @@ def late_collectives(device: LateDevice) -> Callable[[], None]:
 
 
 class _Impatience:
-    """Who waits for a collective lets the other streams go on, after a while: a peer may wait for one of theirs."""
+    """Lets other streams go on after a while during the wait for a collective, since a peer may wait for one of
+    theirs."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device, self._since = device, 0.0
-        # A host that waits for its device keeps no other thread from it: a peer may wait for that one.
+        # A host that waits for its device must not block its other threads: a peer may wait for them.
         self._others = threading.Condition(device.schedule.lock)
 
     def __call__(self) -> None:

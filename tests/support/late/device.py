@@ -1,4 +1,4 @@
-"""A GPU that is not there, on the CPU, whose streams are as late as they may be."""
+"""A simulated GPU on the CPU whose streams are as late as possible."""
 
 import contextlib
 import ctypes
@@ -23,16 +23,16 @@ TOTAL_BYTES = 1 << 28
 
 
 class LateError(AssertionError):
-    """Works that use the same memory and do not wait for each other."""
+    """Works use the same memory and do not wait for each other."""
 
 
 class LateDevice:
-    """One GPU of this process, as :class:`shardwise.core.base.device.Runtime` and by the attributes here.
+    """One GPU of this process, with the interface of :class:`shardwise.core.base.device.Runtime`.
 
     Attributes:
-        schedule: of its streams.
+        schedule: order of the works of its streams.
         memory: its allocator.
-        races: what was found.
+        races: the races that were detected.
         device: ``cuda:0``.
     """
 
@@ -51,33 +51,33 @@ class LateDevice:
 
     @property
     def races(self) -> list[Race]:
-        """In the order in which they were found, each once."""
+        """The races in the order of detection, without duplicates."""
         return list(dict.fromkeys(self.schedule.races))
 
-    # ---- as Runtime
+    # ---- interface of Runtime
 
     def device_count(self) -> int:
-        """One."""
+        """Return one."""
         return 1
 
     def identity(self, index: int) -> tuple[str, str | None]:
-        """As no other."""
+        """Return an identity that no other device has."""
         return "late device", None
 
     def current_device(self) -> int:
-        """The only one."""
+        """Return the only device."""
         return 0
 
     def make_current(self, device: torch.device) -> None:
-        """It is."""
+        """Do nothing: the only device is always current."""
 
     def on_device(self, device: torch.device) -> AbstractContextManager[object]:
-        """It is."""
+        """Do nothing: the only device is always current."""
         return contextlib.nullcontext()
 
     @property
     def current(self) -> Stream:
-        """This thread's. In a thread of autograd it is that of the node that runs."""
+        """Return this thread's stream. In a thread of autograd this is the stream of the running node."""
         with self.schedule.lock:
             if threading.get_ident() == self._program:
                 self._nodes.between()
@@ -86,16 +86,16 @@ class LateDevice:
             return getattr(self._here, "stream", self._main)
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """This thread's."""
+        """Return this thread's stream."""
         return cast(torch.cuda.Stream, self.current)
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """One that waits for no other."""
+        """Return a new stream that waits for no other."""
         return cast(torch.cuda.Stream, self.schedule.new_stream("side stream"))
 
     @contextlib.contextmanager
     def on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """For this thread."""
+        """Set this thread's stream."""
         before = getattr(self._here, "stream", None)
         self._go_to(cast(Stream, stream))
         try:
@@ -112,57 +112,55 @@ class LateDevice:
             self._nodes.go_to(stream or self._main)
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """The block is kept, once dropped, for what the stream has been given by then."""
+        """Delay the reuse of the block, once freed, until the stream has done its present work."""
         block, reader = self.memory.block_of(tensor), cast(Stream, stream)
         if reader is not block.stream:
             block.readers.add(reader)
 
     def keep_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """What a node of autograd reads that another stream has made."""
+        """Record the inputs of an autograd node that another stream has written."""
         for tensor in tensors if self._nodes.crossed(self.current) else ():
             self.record_stream(tensor, cast(torch.cuda.Stream, self.current))
 
     def synchronize(self, device: torch.device) -> None:
-        """Everything is done."""
+        """Finish all work."""
         self.schedule.run_all()
 
     def empty_cache(self, device: torch.device) -> None:
-        """As CUDA does, the host waits."""
+        """Wait on the host, as CUDA does."""
         self.schedule.run_all()
 
     def total_bytes(self, device: torch.device) -> int:
-        """As asked for."""
+        """Return the memory size that was asked for."""
         return self.memory.total_bytes
 
     def allocated_bytes(self, device: torch.device) -> tuple[int, int]:
-        """With the rounding of blocks."""
+        """Return allocated bytes, with the rounding of blocks."""
         with self.schedule.lock:
             self.memory.collect()
             return self.memory.now, self.memory.peak
 
-    reserved_bytes = allocated_bytes
-
     def memory_stats(self, device: torch.device) -> dict[str, Any]:
-        """What :func:`shardwise.core.base.device.allocator_bytes` reads."""
+        """Return what :func:`shardwise.core.base.device.allocator_bytes` reads."""
         now, peak = self.allocated_bytes(device)
         return {kind: {"all": {"current": now, "peak": peak}} for kind in ("active_bytes", "allocated_bytes")}
 
     def reset_peak(self, device: torch.device) -> None:
-        """The most is what there is now."""
+        """Reset the peak to the present allocation."""
         self.memory.peak = self.memory.now
 
     def random_state(self, device: torch.device) -> Tensor:
-        """Behind all that was drawn."""
+        """Return the state after all queued random operations."""
         self._main.synchronize()
         return self._drawn.clone()
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
-        """Behind all that was drawn."""
+        """Set the state after all queued random operations."""
         self._main.synchronize()
         self._drawn = state.clone()
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The CPU's: torch makes none of another kind here."""
+        """Return the CPU's generator: torch creates no other kind here."""
         return torch.default_generator
 
     @contextlib.contextmanager
@@ -176,7 +174,7 @@ class LateDevice:
             torch.set_rng_state(before)
 
     def drawing(self, op: Any, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Inside the block numbers are drawn as the device does; for operations that draw none, nothing."""
+        """Use the device's random numbers inside this context; do nothing for operations without any."""
         if torch.Tag.nondeterministic_seeded in op.tags and kwargs.get("generator") is None:
             return self._own_numbers()
         return contextlib.nullcontext()
@@ -184,7 +182,7 @@ class LateDevice:
     # ---- page-locked memory
 
     def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As torch's pool: what was dropped is poisoned and given out again, once no copy uses it any more."""
+        """Return a pinned tensor as torch's pool does: freed memory is poisoned, and reused once no copy uses it."""
         size = torch.Size(shape)
         nbytes = -(-max(size.numel() * dtype.itemsize, 1) // ROUND_BYTES) * ROUND_BYTES
         with self.schedule.lock:
@@ -204,15 +202,15 @@ class LateDevice:
         return whole[: size.numel() * dtype.itemsize].view(dtype).view(size)
 
     def pinned_region(self, tensor: Tensor) -> Region | None:
-        """The page-locked memory that a tensor of the host lies in."""
+        """Return the page-locked memory that contains a host tensor."""
         return self._locked.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it lies in some."""
+        """Return whether it is in page-locked memory."""
         return self.pinned_region(tensor) is not None
 
     def lock_pages(self, block: Tensor, device: torch.device) -> int:
-        """Without keeping it alive."""
+        """Lock the pages without keeping the tensor alive."""
         array = (ctypes.c_uint8 * block.numel()).from_address(block.data_ptr())
         region = _host_region(torch.frombuffer(array, dtype=torch.uint8))
         with self.schedule.lock:
@@ -220,7 +218,7 @@ class LateDevice:
         return 0
 
     def unlock_pages(self, address: int, device: torch.device) -> None:
-        """A race, where a copy still uses it."""
+        """Unlock the pages; a race if a copy still uses them."""
         with self.schedule.lock:
             region = self._locked.pop(address, None)
             for work in self.schedule.uses(region.history) if region is not None else ():
@@ -233,7 +231,7 @@ def _host_region(numbers: Tensor) -> Region:
 
 
 def _check_autograd() -> None:
-    """Its threads, one a GPU, begin with the first backward pass of a process."""
+    """Check that autograd's threads, one per GPU, can still start: they do so in a process's first backward pass."""
     value = torch.ones(1, device=DEVICE, requires_grad=True)
     try:
         value.backward()  # type: ignore[no-untyped-call]
@@ -245,7 +243,7 @@ def _check_autograd() -> None:
 
 
 class _Present:
-    """The device that there is, and what torch calls for it, which stays from the first one on."""
+    """The current simulated device, and what torch calls for it, which stays installed after its first use."""
 
     def __init__(self) -> None:
         self.device: LateDevice | None = None
@@ -261,27 +259,27 @@ _PRESENT = _Present()
 
 
 def long_ago() -> Event:
-    """An event of the present device that has happened: what is left of one that was recorded too early."""
+    """Return an event of the current device that has completed: it stands for one that was recorded too early."""
     device = _PRESENT.get()
     return Event(device.current, 0, {})
 
 
 @contextlib.contextmanager
 def late_device(seed: int = 0, *, total_bytes: int = TOTAL_BYTES, check: bool = True) -> Iterator[LateDevice]:
-    """Inside the block there is a GPU, ``cuda:0``, whose work is done on the CPU and as late as it may be.
+    """Simulate a GPU, ``cuda:0``, inside this context; its work runs on the CPU and as late as possible.
 
-    Tensors on it are plain tensors, so models, optimizers and autograd need not know. An operation gives its work to
-    the current stream of its thread and returns empty tensors; the work is done when the host asks for a value, waits,
-    or the seed says so. See docs/inside/late-device.md for what is as on a GPU and what is not.
+    Tensors on it are plain tensors, so models, optimizers and autograd need no changes. An operation queues its work on
+    the current stream of its thread and returns empty tensors; the work runs when the host asks for a value, waits, or
+    the seed says so. docs/inside/late-device.md lists what is as on a GPU and what is not.
 
     Args:
-        seed: of the order of works. ``seed % 4``: 0: all work as late as possible; 1: side streams as early as
-            possible; 2: the main stream at once, the others late; 3: by chance.
-        total_bytes: of the device's memory.
-        check: at the end of the block, raise what :attr:`LateDevice.races` holds.
+        seed: order of the works. ``seed % 4``: 0: all work as late as possible; 1: side streams as early as possible;
+            2: the main stream at once, the others late; 3: random.
+        total_bytes: size of the device's memory.
+        check: at the end of the context, raise the races in :attr:`LateDevice.races`.
 
     Raises:
-        LateError: two works use the same memory and neither waits for the other, whatever the order was this time.
+        LateError: two works use the same memory and neither waits for the other, whatever their order was this time.
         RuntimeError: this torch has GPUs of its own, or there is such a device already, or the process had a backward
             pass before its first one.
     """

@@ -1,4 +1,4 @@
-"""Memory of the late device: one array of the host, cut into blocks that tensors of a GPU seem to be in."""
+"""Memory of the late device: one host array, divided into blocks that tensors of the simulated GPU refer to."""
 
 import ctypes
 import weakref
@@ -15,11 +15,11 @@ from tests.support.late.torch_gpus import as_on_cpu
 
 ROUND_BYTES = 512
 POISON = 0xFF
-"""In every byte: not a number of any floating dtype, -1 of the others."""
+"""Value of every poisoned byte: NaN for every floating dtype, -1 for the others."""
 
 
 class _DLManaged(ctypes.Structure):
-    """A tensor as DLPack describes it; what is nested there lies here in the same order."""
+    """A tensor as DLPack describes it; the nested structures are flattened here in the same order."""
 
     _fields_ = (
         *(("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)),
@@ -32,14 +32,14 @@ class _DLManaged(ctypes.Structure):
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-# Called when a tensor goes, maybe while an exception is on its way: no Python may run there. This one does nothing.
+# Called when a tensor is freed, maybe while an exception propagates: no Python may run there. This one does nothing.
 _NO_DELETER = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
 _SHAPES: list[object] = []
-"""What tensors were made from; torch reads it when they go, whenever that is."""
+"""The structures that tensors were created from; torch reads them when it frees the tensors, at any time."""
 
 
 def _on_gpu(address: int, nbytes: int) -> Tensor:
-    """Bytes of the host as a tensor that says it is on the first GPU: a plain one, with a storage of its own."""
+    """Return host bytes as a plain tensor, with its own storage, that claims to be on the first GPU."""
     shape, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
     made = _DLManaged(address, 2, 0, 1, 1, 8, 1, shape, strides, 0, None, _NO_DELETER)
     _SHAPES.append((made, shape, strides))
@@ -48,12 +48,12 @@ def _on_gpu(address: int, nbytes: int) -> Tensor:
 
 @dataclass(eq=False)
 class Region:
-    """Memory that copies and kernels reach by address.
+    """Memory that copies and kernels use by address.
 
     Attributes:
         address: of its first byte.
         numbers: its bytes.
-        history: who used it.
+        history: earlier uses.
     """
 
     address: int
@@ -61,13 +61,13 @@ class Region:
     history: History
 
     def same(self, tensor: Tensor) -> Tensor:
-        """``tensor``, whose storage begins here, as one of the host that keeps nobody's memory alive."""
+        """Return ``tensor``, whose storage begins here, as a host tensor that keeps no memory alive."""
         item = tensor.element_size()
         typed = self.numbers[: self.numbers.numel() // item * item].view(tensor.dtype)
         return typed.as_strided(tensor.size(), tensor.stride(), typed.storage_offset() + tensor.storage_offset())
 
     def access(self, tensor: Tensor, write: bool) -> Access:
-        """From the first to the last byte of ``tensor``."""
+        """Return the access from the first to the last byte of ``tensor``."""
         last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         start = tensor.data_ptr() - self.address
         return Access(self.history, start, start + (last + 1) * tensor.element_size(), write)
@@ -78,9 +78,9 @@ class Block(Region):
     """A part of the device's memory.
 
     Attributes:
-        stream: whoever allocated it, and gets it again.
-        nbytes: of it.
-        readers: by ``record_stream``.
+        stream: the stream that allocated it, and to which it returns.
+        nbytes: its size.
+        readers: the streams of ``record_stream``.
     """
 
     stream: Stream
@@ -89,10 +89,10 @@ class Block(Region):
 
 
 class Memory:
-    """The allocator, by the rules of torch's for GPUs: memory that was dropped goes to the next who asks on its stream.
+    """The allocator, with the rules of torch's for GPUs: freed memory is reused by the next allocation on its stream.
 
     Args:
-        total_bytes: of the device.
+        total_bytes: size of the device.
         schedule: of its streams.
     """
 
@@ -109,14 +109,14 @@ class Memory:
         self.now = self.peak = 0
 
     def block_of(self, tensor: Tensor) -> Block:
-        """Where a tensor of the device lies."""
+        """Return the block that contains a tensor of the device."""
         return self._blocks[tensor.untyped_storage().data_ptr()]
 
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, stream: Stream) -> Tensor:
-        """A tensor with poison in it.
+        """Return a tensor filled with poison.
 
         Raises:
-            torch.OutOfMemoryError: there is not enough.
+            torch.OutOfMemoryError: there is not enough memory.
         """
         self.collect()
         last = sum((s - 1) * d for s, d in zip(size, stride, strict=True)) if all(size) else -1
@@ -139,7 +139,8 @@ class Memory:
         free = self._free.get((stream, nbytes))
         if free:
             block = free.pop()
-            if stream.index:  # whoever gets it next is whoever gives this stream work next, and begins here
+            # the next work on this stream is the one that uses the block next, so its history begins here
+            if stream.index:
                 self._poison(block)
             return block
         if self._top + nbytes > self.total_bytes:
@@ -162,7 +163,7 @@ class Memory:
         block.stream.give(run, "the next user of dropped memory", [whole])
 
     def collect(self) -> None:
-        """What was dropped is free from here on, but for what ``record_stream`` keeps."""
+        """Free dropped blocks, except for those that ``record_stream`` delays."""
         while self._dropped:
             block = self._dropped.popleft()
             self.now -= block.nbytes

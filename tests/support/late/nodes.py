@@ -1,4 +1,4 @@
-"""Streams of autograd's nodes: backward runs each on the stream that was current when forward made it."""
+"""Streams of autograd's nodes: backward runs each node on the stream that was current when forward created it."""
 
 from bisect import bisect_right
 from typing import Any
@@ -11,12 +11,12 @@ from tests.support.late.streams import Stream
 LEAF = "torch::autograd::AccumulateGrad"
 
 
-# As in torch's engine: what a node makes is waited for by the streams of the nodes that take it, and by no other. A
-# leaf's node is made where its parameter is used first; here it has the stream of the last node that gives it a
-# gradient, which is the same for a parameter with one use. Between nodes (sums of gradients, callbacks at the end) all
-# streams wait for each other, which is more than torch's engine has.
+# As in torch's engine: the streams of the nodes that consume a node's output wait for it, and no others do. A leaf's
+# node is created where its parameter is used first; here it has the stream of the last node that gives it a gradient,
+# which is the same for a parameter with one use. Between nodes (sums of gradients, callbacks at the end) all streams
+# wait for each other, which is more than in torch's engine.
 class NodeStreams:
-    """The streams that a program was on while forward made nodes.
+    """The streams that were current while forward created nodes.
 
     Args:
         first: the stream at the beginning.
@@ -28,7 +28,7 @@ class NodeStreams:
         self._used: dict[Stream, None] = {}
 
     def go_to(self, stream: Stream) -> None:
-        """The program goes to ``stream``."""
+        """Change the program's stream to ``stream``."""
         number = torch._C._autograd._get_sequence_nr()
         if number > self._since[-1]:
             self._made.add(self._streams[-1])
@@ -36,7 +36,7 @@ class NodeStreams:
         self._streams.append(stream)
 
     def current(self) -> Stream:
-        """The stream of the node that runs in this thread of autograd; the program's between nodes."""
+        """Return the stream of the node that runs in this thread of autograd, or the program's between nodes."""
         node, before, now = current_node(), self._running, self._streams[-1]
         if node is None:
             self.between()
@@ -53,11 +53,12 @@ class NodeStreams:
         return stream
 
     def crossed(self, current: Stream) -> bool:
-        """Whether ``current`` is of a node that is not on the first stream: autograd keeps its inputs for it."""
+        """Return whether the node of ``current`` is not on the first stream: autograd then records its inputs for
+        it."""
         return self._running is not None and self._running[1] is current is not self._streams[0]
 
     def between(self) -> None:
-        """No node runs: the program's stream waits for those of nodes."""
+        """Let the program's stream wait for those of nodes, when no node runs."""
         if self._running is not None:
             for stream in self._used:
                 self._streams[-1].wait_stream(stream)
@@ -70,7 +71,7 @@ class NodeStreams:
         return self._streams[bisect_right(self._since, node._sequence_nr()) - 1]
 
     def _finish(self, node: Any, stream: Stream) -> None:
-        """The streams of the nodes that follow wait; some of them do no work, so those behind them count as well."""
+        """Let the streams of the following nodes wait; some of them do no work, so those after them count as well."""
         made, seen, following = stream.record_event(), {node}, [node]
         while following:
             for each, _ in following.pop().next_functions:

@@ -1,4 +1,4 @@
-"""Operations on tensors of the late device: given to its streams, with results that are there at once and empty."""
+"""Operations on tensors of the late device: queued on its streams, with results that exist at once and are empty."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from tests.support.late.streams import Access
 from tests.support.late.torch_gpus import arguments_of, as_on_cpu, device_kernels
 
 aten = torch.ops.aten
-# They look at no value: a tensor of the same storage.
+# They read no value: the result has the same storage.
 VIEWS = {
     aten.as_strided.default,
     aten.view.default,
@@ -23,15 +23,15 @@ VIEWS = {
     aten.set_.source_Tensor,
     aten.set_.default,
 }
-# Torch has kernels for all devices for these, which look for the device's own in a table that only C++ fills.
+# Torch has kernels for all devices for these, which look up the device's own in a table that only C++ can fill.
 OVER_ALL = ("copy_",)
 
 
 class Operations:
-    """What torch's dispatcher calls for tensors of GPUs.
+    """The functions that torch's dispatcher calls for tensors of GPUs.
 
     Args:
-        present: the device that there is at the moment.
+        present: the device that exists at the moment.
     """
 
     def __init__(self, present: Callable[[], Any]) -> None:
@@ -64,7 +64,7 @@ class Operations:
         return device.memory.allocate(like.size(), like.stride(), like.dtype, device.current)
 
     def _copy(self, device: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """Between the host and the device. Only page-locked memory can be read or written later."""
+        """Copy between the host and the device. Only page-locked memory can be read or written later."""
         upload = target.is_cuda
         here, there = (source, target) if upload else (target, source)
         region = device.pinned_region(here)
@@ -97,7 +97,7 @@ def _quietly(run: Callable[[], Any]) -> None:
 
 
 class _Call:
-    """One operation: what it reads and writes, what comes of it, and how it is done later."""
+    """One operation: its inputs and outputs, its results, and how to run it later."""
 
     def __init__(self, device: Any, op: Any, args: Any, kwargs: Any) -> None:
         self._device, self._op, self._args, self._kwargs = device, op, args, kwargs
@@ -106,11 +106,11 @@ class _Call:
         self._tensors = {id(leaf): leaf for leaf in each_leaf((args, kwargs)) if isinstance(leaf, Tensor)}
 
     def give(self) -> Any:
-        """What it returns."""
+        """Return its results."""
         metas = {key: self._meta(tensor) for key, tensor in self._tensors.items()}
         back = {id(meta): self._tensors[key] for key, meta in metas.items()}
         try:
-            # What returns nothing has no shapes to tell, and not always a way to tell them (fused optimizers).
+            # Operations without results have no shapes to infer, and not always a way to infer them (fused optimizers).
             args, kwargs = self._put(self._args, metas), self._put(self._kwargs, metas, "meta")
             likes = self._op(*args, **kwargs) if self._op._schema.returns else None
         except (RuntimeError, NotImplementedError):
@@ -126,7 +126,7 @@ class _Call:
         targets = [(i, self._same(t)) for i, t in fresh]
         op, run = self._op, self._device.drawing(self._op, kwargs)
 
-        def later() -> None:  # holds no tensor of the program: what that drops is free
+        def later() -> None:  # holds no tensor of the program: what the program drops is free
             with run:
                 found = each_leaf(op(*args, **kwargs))
             for index, target in targets:
@@ -140,7 +140,7 @@ class _Call:
         return result
 
     def _now(self) -> Any:
-        """What it returns has a shape that depends on values: the host waits."""
+        """Run now: the shape of the result depends on values, so the host waits."""
         self._device.current.synchronize()
         sames = {key: self._same(tensor) for key, tensor in self._tensors.items()}
         back = {id(same): self._tensors[key] for key, same in sames.items()}

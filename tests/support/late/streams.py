@@ -1,4 +1,4 @@
-"""Streams of the late device: queues of work that is done when somebody asks, and what comes before what."""
+"""Streams of the late device: queues of work that runs on demand, and the order between works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 import shardwise
 
 Clock = dict[int, int]
-"""By number of a stream: how many of its works have been waited for."""
+"""How many works of each stream (by its number) have been waited for."""
 OWN = (
     f"{Path(__file__).parent}{os.sep}",
     str(Path(shardwise.__file__).parent / "core" / "base" / "device"),
@@ -27,11 +27,11 @@ OWN = (
     f"{Path(torch.__file__).parent}{os.sep}",
     contextlib.__file__,
 )
-"""How the names of files begin that are torch's or the device's own."""
+"""Beginnings of the names of files that belong to torch or to the simulated device."""
 
 
 def caller() -> str:
-    """Where the program is: the innermost line that is neither torch's nor the device's own."""
+    """Return the caller's place: the innermost line that is in neither torch nor the simulated device."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back
@@ -46,7 +46,7 @@ class Access:
 
     Attributes:
         region: the memory.
-        start, stop: bytes of it.
+        start, stop: range of bytes.
         write: whether they change.
     """
 
@@ -58,16 +58,16 @@ class Access:
 
 @dataclass(eq=False)
 class Work:
-    """What a stream was given; done later.
+    """A work in a stream's queue, which runs later.
 
     Attributes:
-        stream, number: whose, and the how manyth.
-        run: does it.
-        what: for messages.
-        where: the line that gave it.
-        waits: ends of other streams' works that come before it.
+        stream, number: its stream, and its position there.
+        run: function that does it.
+        what: name for messages.
+        where: line that queued it.
+        waits: ends of other streams' works that precede it.
         accesses: the memory that it uses.
-        poll: of work that takes time of its own: begun by ``run``, done when this says so.
+        poll: for a work that takes time of its own: ``run`` starts it, and it is done when this returns True.
     """
 
     stream: Stream
@@ -86,7 +86,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Race:
-    """Two works that use the same bytes, and neither waits for the other."""
+    """Two works that use the same bytes without one waiting for the other."""
 
     first: str
     second: str
@@ -97,14 +97,14 @@ class Race:
 
 
 class History:
-    """Who used one piece of memory, as far as it matters to who comes next."""
+    """The uses of one piece of memory that matter for the order of later ones."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._past: list[tuple[int, int, bool, Work]] = []
 
     def add(self, access: Access, work: Work, clock: Clock) -> Race | None:
-        """A race with an earlier use, if there is one."""
+        """Return a race with an earlier use, if there is one."""
         found: Race | None = None
         kept = []
         for start, stop, write, earlier in self._past:
@@ -121,27 +121,27 @@ class History:
         return found
 
     def forget(self) -> None:
-        """The host has seen that all of them are done, and gives the memory to whoever comes next."""
+        """Forget all uses: the host has seen that they are done, and gives the memory to a new owner."""
         self._past = []
 
 
 class Event:
-    """The works that a stream had been given when it was recorded."""
+    """The works in a stream's queue when the event was recorded."""
 
     def __init__(self, stream: Stream, number: int, clock: Clock) -> None:
         self.stream, self.number, self.clock = stream, number, clock
 
     def query(self) -> bool:
-        """Whether they are done: no sooner than after some questions."""
+        """Return whether they are done: only after some queries."""
         return self.stream.schedule.asked(self)
 
     def synchronize(self) -> None:
-        """The host waits for them."""
+        """Wait on the host for them."""
         self.stream.schedule.host_waits(self)
 
 
 class Stream:
-    """One queue. Works of one stream are done in order."""
+    """One queue. The works of a stream run in order."""
 
     def __init__(self, schedule: Schedule, index: int, name: str) -> None:
         self.schedule, self.index, self.name = schedule, index, name
@@ -156,7 +156,7 @@ class Stream:
     def give(
         self, run: Callable[[], None], what: str, accesses: Iterable[Access], poll: Callable[[], bool] | None = None
     ) -> Work:
-        """Queue a work behind all that the stream waits for."""
+        """Queue a work after everything that the stream waits for."""
         self.given += 1
         self.clock[self.index] = self.given
         _join(self.clock, self.schedule.host_clock)
@@ -171,29 +171,29 @@ class Stream:
         return work
 
     def record_event(self, event: Any = None) -> Event:
-        """An event that happens when the stream has done what it was given so far."""
+        """Return an event that completes when the stream has done its present work."""
         with self.schedule.lock:
             if self._waits:
                 self.give(_nothing, "a wait", ())
             return Event(self, self.given, dict(self.clock))
 
     def wait_event(self, event: Event) -> None:
-        """What is given from here on comes after the event."""
+        """Let later work of this stream wait for the event."""
         with self.schedule.lock:
             if event.stream is not self:
                 self._waits.append((event.stream, event.number))
                 _join(self.clock, event.clock)
 
     def wait_stream(self, other: Stream) -> None:
-        """What is given from here on comes after all that the other has been given."""
+        """Let later work of this stream wait for all present work of the other."""
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        """The host waits for all that it was given."""
+        """Wait on the host for all present work."""
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Whether it has done all."""
+        """Return whether all work is done."""
         return self.record_event().query()
 
 
@@ -209,11 +209,11 @@ def _join(clock: Clock, other: Clock) -> None:
 
 @dataclass
 class Schedule:
-    """Which work is done when.
+    """The order in which works run.
 
     Attributes:
         seed: of the choices. ``seed % 4`` is the kind: 0: everything as late as possible; 1: side streams as early as
-            they may be, before the main stream; 2: the main stream at once, side streams as late as possible; 3: any
+            possible, before the main stream; 2: the main stream at once, side streams as late as possible; 3: any
             stream at any time.
         lock: held while anything here changes.
         host_waits_at: thread and line of each wait of a host: for an event, a stream, a value, a copy that blocks.
@@ -234,22 +234,22 @@ class Schedule:
         self._random = Random(self.seed)
 
     def new_stream(self, name: str) -> Stream:
-        """One more."""
+        """Return a new stream."""
         with self.lock:
             self.streams.append(Stream(self, len(self.streams), f"{name} {len(self.streams)}"))
             return self.streams[-1]
 
-    # ---- what the host waits for
+    # ---- waits of the host
 
     def host_waits(self, event: Event) -> None:
-        """Return when an event has happened."""
+        """Return when an event has completed."""
         with self.lock:
             self.host_waits_at.append((threading.current_thread().name, caller()))
             self.run_until(event.stream, event.number)
             _join(self.host_clock, event.clock)
 
     def asked(self, event: Event) -> bool:
-        """Whether an event has happened. Every third question moves its stream on, so that whoever asks ends."""
+        """Return whether an event has completed. Every third query advances its stream, so that polling ends."""
         with self.lock:
             self._questions += 1
             if event.stream.done < event.number and self._questions % 3 == 0:
@@ -260,21 +260,22 @@ class Schedule:
             return True
 
     def run_all(self) -> None:
-        """The host waits for all streams, in an order of the seed's choice."""
+        """Wait on the host for all streams, in an order that the seed chooses."""
         with self.lock:
             for stream in self._random.sample(self.streams, len(self.streams)):
                 self.host_waits(stream.record_event())
 
-    # ---- doing it
+    # ---- running works
 
     def run_until(self, stream: Stream, number: int) -> None:
-        """Do the works of a stream up to that one, and what they wait for."""
+        """Run the works of a stream up to that one, and those that they wait for."""
         while stream.done < number:
             if not self._step(stream, wait=True):
                 self.idle()
 
     def _step(self, stream: Stream, wait: bool) -> bool:
-        """Do a stream's next work. False: it waits for another stream (unless ``wait``), or takes its time."""
+        """Run a stream's next work. Return False if it waits for another stream (unless ``wait``), or is still
+        running."""
         work = stream.queue[0]
         for other, number in work.waits:
             if other.done < number:
@@ -282,7 +283,7 @@ class Schedule:
                     return False
                 self.run_until(other, number)
         if stream.done >= work.number:
-            return True  # what it waited for led here
+            return True  # running what it waited for came back to this stream
         if not work.begun:
             work.begun = True
             work.run()
@@ -294,7 +295,7 @@ class Schedule:
         return True
 
     def after_giving(self) -> None:
-        """The seed's choice of what is done now, though nobody asked."""
+        """Run what the seed chooses after a work was queued, although nothing waits for it."""
         if self._busy:
             return
         self._busy = True
@@ -314,7 +315,7 @@ class Schedule:
             self._busy = False
 
     def _try(self, stream: Stream, number: int) -> bool:
-        """As :meth:`run_until`, as far as no peer is needed: the host, which a peer may wait for, goes on."""
+        """Do as :meth:`run_until` without waiting for a peer: the host, which a peer may wait for, goes on."""
         while stream.done < number:
             if not all(self._try(other, count) for other, count in stream.queue[0].waits):
                 return False
@@ -323,7 +324,7 @@ class Schedule:
         return True
 
     def go_on(self) -> None:
-        """Every stream does what it can without waiting for another rank."""
+        """Run what every stream can do without waiting for another rank."""
         moved = True
         while moved:
             moved = False
@@ -337,6 +338,6 @@ class Schedule:
         return stream.done > before
 
     def uses(self, region: History) -> list[Work]:
-        """Works that have not been done and use that memory."""
+        """Return the works that have not run yet and use that memory."""
         queued = (work for stream in self.streams for work in stream.queue)
         return [work for work in queued if any(each.region is region for each in work.accesses)]

@@ -1,4 +1,4 @@
-"""Private parts of torch that let a torch without GPUs take it that there is one."""
+"""Access to private parts of torch that makes a torch without GPUs believe that there is one."""
 
 import contextlib
 import ctypes
@@ -12,21 +12,21 @@ import torch
 
 
 def arguments_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """The arguments that an operation was given, each with what its schema says of it."""
+    """Yield the arguments of an operation, each with its entry in the schema."""
     known = op._schema.arguments
     by_name = {argument.name: argument for argument in known}
     return [*zip(known, args, strict=False), *((by_name[name], value) for name, value in kwargs.items())]
 
 
 def as_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the CPU's kernel of an operation makes of tensors of any device: of use where it looks at no value."""
+    """Run the CPU's kernel of an operation on tensors of any device: useful where it reads no value."""
     return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
 def device_kernels(call: Callable[..., Any], over_all: Sequence[str]) -> object:
-    """From here on ``call(op, *args, **kwargs)`` is every operation's kernel for GPUs, as long as the result lives.
+    """Make ``call(op, *args, **kwargs)`` every operation's kernel for GPUs, as long as the result lives.
 
-    ``over_all`` are operations of ``aten`` whose kernel for all devices would come first.
+    ``over_all`` are operations of ``aten`` that have a kernel for all devices, which would precede it.
     """
     every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     every.fallback(call, "CUDA")  # type: ignore[no-untyped-call]
@@ -41,10 +41,11 @@ _YES = (2, 3, 4)
 
 @contextlib.contextmanager
 def gpus_that_do_nothing() -> Iterator[None]:
-    """Inside the block torch, built without GPUs, takes it that there is one, which is current and has one stream.
+    """Make torch, built without GPUs, believe inside this context that there is one, which is current and has one
+    stream.
 
-    Autograd asks for it by two ways that nobody can set from Python. Torch's own guard that does nothing is put in only
-    over one that finds no device, so that is what it is given first; and of what it asks of CUDA, three answers change.
+    Autograd asks for it in two ways that Python cannot set. Torch's own no-op guard can be installed only over one that
+    finds no device, so that is installed first; and three of the answers that it gets from CUDA are replaced.
     """
     libraries = Path(torch.__file__).parent / "lib"
     _give_guard(ctypes.CDLL(str(libraries / "libc10.so")))

@@ -1,4 +1,4 @@
-"""Every name of ColossalAI's table can be imported; those that cannot work say what to do when they are used."""
+"""Tests of names of ColossalAI: version, base classes of plugins, schedules, and the verdicts of ``shardwise port``."""
 
 import pytest
 from packaging.version import Version
@@ -15,11 +15,11 @@ from shardwise.compat import alias_table
 from shardwise.compat.port import findings
 
 
-def test_the_version_passes_the_checks_of_programs() -> None:
+def test_version() -> None:
     assert Version(shardwise.colossalai.__version__) >= Version("0.2.0")
 
 
-def test_plugins_derive_from_the_bases_that_programs_ask_for() -> None:
+def test_plugin_base_classes() -> None:
     from shardwise.colossalai.booster.plugin import MoeHybridParallelPlugin, Plugin
     from shardwise.colossalai.booster.plugin.dp_plugin_base import DPPluginBase
     from shardwise.colossalai.booster.plugin.pp_plugin_base import PipelinePluginBase
@@ -31,15 +31,15 @@ def test_plugins_derive_from_the_bases_that_programs_ask_for() -> None:
         assert isinstance(plugin, Plugin) and not isinstance(plugin, MoeHybridParallelPlugin)
 
 
-def test_one_process_has_no_stages_and_is_all_replicas() -> None:
+def test_plugin_without_process_group() -> None:
     plugin = HybridParallelPlugin(tp_size=1, pp_size=1, precision="fp32")
-    assert plugin.stage_manager is None  # programs ask so whether to call execute_pipeline
+    assert plugin.stage_manager is None  # programs call execute_pipeline only if this is not None
     assert plugin.dp_size == 1
     with pytest.raises(RuntimeError, match="launch_from_torch"):
         _ = plugin.dp_group
 
 
-def test_a_computed_schedule_is_the_plugins_own() -> None:
+def test_v_schedule_makes_the_zbv_plan() -> None:
     from shardwise.colossalai.pipeline.schedule.v_schedule import PipelineGraph
 
     graph = PipelineGraph(n_stage=2, n_micro=4, f_cost=6, b_cost=6, w_cost=6, c_cost=1, f_mem=2, b_mem=-1, w_mem=-1)
@@ -50,8 +50,8 @@ def test_a_computed_schedule_is_the_plugins_own() -> None:
         PipelineGraph(0, 4, 1, 1, 1, 1, 1, 1, 1)
 
 
-def test_schedules_whose_rates_are_others_say_so() -> None:
-    """By the module that has them all, and by each one's own."""
+def test_schedulers_with_other_rates_are_reported() -> None:
+    """The verdict is the same for names from the package and from each scheduler's own module."""
     names = ["CosineAnnealingWarmupLR", "FlatAnnealingLR", "LinearWarmupLR", "MultiStepLR", "PolynomialWarmupLR"]
     for modules in (
         ["nn.lr_scheduler"] * 5,

@@ -1,6 +1,6 @@
 """Readers and writers of other libraries' checkpoints; each reader returns a :class:`CheckpointSource`.
 
-See docs/checkpoints.md.
+``registry`` lists the formats; a new one is a row there. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from shardwise.core.checkpoint.formats.colossalai import (
 )
 from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
 from shardwise.core.checkpoint.formats.deepspeed import open_deepspeed
-from shardwise.core.checkpoint.formats.detect import (
+from shardwise.core.checkpoint.formats.huggingface import open_huggingface, write_huggingface
+from shardwise.core.checkpoint.formats.peft import open_peft, write_peft
+from shardwise.core.checkpoint.formats.registry import (
     Format,
     OpenOptions,
     detect_format,
@@ -21,9 +23,7 @@ from shardwise.core.checkpoint.formats.detect import (
     register_format,
     write_checkpoint,
 )
-from shardwise.core.checkpoint.formats.huggingface import open_huggingface, write_huggingface
-from shardwise.core.checkpoint.formats.peft import open_peft, write_peft
-from shardwise.core.checkpoint.formats.single import open_single, write_single, write_single_optimizer
+from shardwise.core.checkpoint.formats.single_file import open_single, write_single, write_single_optimizer
 from shardwise.core.checkpoint.formats.torch_file import RefusedPickle
 
 __all__ = [

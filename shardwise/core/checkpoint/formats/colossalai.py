@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 from shardwise.core.checkpoint.atomic import atomic_directory
-from shardwise.core.checkpoint.bounds import checked_name
+from shardwise.core.checkpoint.formats.atomic_files import MEGABYTE, write_json, write_shards, write_torch
 from shardwise.core.checkpoint.formats.huggingface import as_configs
-from shardwise.core.checkpoint.formats.indexed import Shards, read_index
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, in_memory, model_entries
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, LazySource, in_memory, model_entries
 from shardwise.core.checkpoint.formats.optimizer_state import (
     Shapes,
     from_numbered,
@@ -33,14 +32,15 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
     numbered_state,
     to_numbered,
 )
-from shardwise.core.checkpoint.formats.output import MEGABYTE, write_json, write_shards, write_torch
 from shardwise.core.checkpoint.formats.safetensors_file import (
     HEADER,
     extra_entries,
     named_entries,
     write_safetensors_stream,
 )
+from shardwise.core.checkpoint.formats.shard_index import Shards, read_index
 from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.input_checks import checked_name
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import tensors_of
 

@@ -34,15 +34,7 @@ from shardwise.core.base import tree
 from shardwise.core.base.torch_internals import stored_at
 from shardwise.core.base.validate import in_a_line
 from shardwise.core.checkpoint.atomic import atomic_directory
-from shardwise.core.checkpoint.bounds import (
-    checked_name,
-    checked_names,
-    checked_shape,
-    open_regular,
-    read_index_file,
-    reading,
-)
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, model_entries, to_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, LazySource, entry_of_tensor, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import (
     OptimizerRecord,
     group_options,
@@ -51,6 +43,14 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
     records_of,
 )
 from shardwise.core.checkpoint.formats.torch_file import RefusedPickle, check_pickle, load_value
+from shardwise.core.checkpoint.input_checks import (
+    checked_name,
+    checked_names,
+    checked_shape,
+    open_regular,
+    read_index_file,
+    reading,
+)
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 
 

@@ -21,10 +21,10 @@ import torch
 
 from shardwise.core.base import tree
 from shardwise.core.base.validate import in_a_line
-from shardwise.core.checkpoint.bounds import read_name
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered, group_record
 from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.input_checks import read_name
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
 
 Shapes = Mapping[str, tuple[int, ...]]

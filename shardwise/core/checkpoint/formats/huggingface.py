@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from shardwise.core.checkpoint.atomic import atomic_directory
-from shardwise.core.checkpoint.bounds import read_json
-from shardwise.core.checkpoint.formats.indexed import Shards, read_index
-from shardwise.core.checkpoint.formats.lazy import LazySource, closed_on_error, model_entries
-from shardwise.core.checkpoint.formats.output import write_json, write_shards
+from shardwise.core.checkpoint.formats.atomic_files import write_json, write_shards
+from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, closed_on_error, model_entries
 from shardwise.core.checkpoint.formats.safetensors_file import (
     extra_entries,
     model_metadata,
     named_entries,
     write_safetensors_stream,
 )
+from shardwise.core.checkpoint.formats.shard_index import Shards, read_index
+from shardwise.core.checkpoint.input_checks import read_json
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.core.base.checksum import checksum
 from shardwise.core.checkpoint.atomic import DISK
-from shardwise.core.checkpoint.bounds import open_regular
 from shardwise.core.checkpoint.directory import CheckpointRoot
-from shardwise.core.checkpoint.format import (
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, entries_of
+from shardwise.core.checkpoint.input_checks import open_regular
+from shardwise.core.checkpoint.native_format import (
     PIECE_BYTES,
     Bytes,
     FileInfo,
@@ -37,10 +39,8 @@ from shardwise.core.checkpoint.format import (
     to_save,
     write_pieces,
 )
-from shardwise.core.checkpoint.formats.lazy import Entry, entries_of
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
-from shardwise.core.engine.fragments import Fragment, split
-from shardwise.core.memory.disk.checksum import checksum
+from shardwise.core.engine.checkpoint_state import Fragment, split
 from shardwise.core.parallel.tensor import Part as TensorPart
 from shardwise.core.parallel.tensor.order import read_logical, read_part
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor, to_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, entry_of_tensor, to_tensor
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import flat, mapped, nested
 

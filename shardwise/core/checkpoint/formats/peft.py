@@ -17,12 +17,12 @@ import torch
 
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.atomic import atomic_directory
-from shardwise.core.checkpoint.bounds import read_json
-from shardwise.core.checkpoint.formats.indexed import Shards
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, closed_on_error, model_entries, to_tensor
-from shardwise.core.checkpoint.formats.output import write_text, write_torch
+from shardwise.core.checkpoint.formats.atomic_files import write_text, write_torch
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, LazySource, closed_on_error, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
-from shardwise.core.checkpoint.settings import plain
+from shardwise.core.checkpoint.formats.shard_index import Shards
+from shardwise.core.checkpoint.input_checks import read_json
+from shardwise.core.checkpoint.model_config import plain
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo
 
 CONFIG = "adapter_config.json"

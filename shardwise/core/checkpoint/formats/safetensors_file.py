@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.names import EXTRA_STATE
-from shardwise.core.checkpoint.bounds import checked_shape, open_regular
-from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES, as_bytes, safetensors_header
-from shardwise.core.checkpoint.formats.lazy import Entry, blocks, closed_on_error
-from shardwise.core.checkpoint.formats.output import new_file
+from shardwise.core.base.state_dict_names import EXTRA_STATE
+from shardwise.core.checkpoint.formats.atomic_files import new_file
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, blocks, closed_on_error
+from shardwise.core.checkpoint.input_checks import checked_shape, open_regular
+from shardwise.core.checkpoint.native_format import DTYPE_NAMES, MAX_HEADER_BYTES, as_bytes, safetensors_header
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
 DTYPES = {code: dtype for dtype, code in DTYPE_NAMES.items()}

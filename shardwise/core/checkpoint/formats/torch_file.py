@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import torch
 
 from shardwise.core.base.validate import in_a_line
-from shardwise.core.checkpoint.bounds import MOST_INDEX_BYTES, MOST_TIMES, checked_tree, open_regular
-from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, entry_of_tensor
+from shardwise.core.checkpoint.input_checks import MOST_INDEX_BYTES, MOST_TIMES, checked_tree, open_regular
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.bounds import check_generators, generator_state, read_json, reading
 from shardwise.core.checkpoint.formats.dcp import open_dcp
 from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
 from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entries_of, entry_of_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, LazySource, entries_of, entry_of_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import Shapes, from_numbered
 from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft
-from shardwise.core.checkpoint.formats.single import open_single
+from shardwise.core.checkpoint.formats.single_file import open_single
 from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.input_checks import check_generators, generator_state, read_json, reading
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 STATE = "trainer_state.json"

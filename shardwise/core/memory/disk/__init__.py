@@ -6,7 +6,7 @@ The contents of records are opaque. Another package can store them in its own me
 from __future__ import annotations
 
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.io import Transfer
+from shardwise.core.memory.disk.io_threads import Transfer
 from shardwise.core.memory.disk.medium import Medium, known_media, register_medium
 from shardwise.core.memory.disk.store import DiskStore, Record
 

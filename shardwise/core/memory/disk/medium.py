@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from shardwise.core.memory.disk.errors import DiskError
+from shardwise.core.memory.disk.io_threads import Request
 
 if TYPE_CHECKING:
-    from shardwise.core.memory.disk.io import Request
     from shardwise.plan import DiskPlan
 
 FILE = "file"
@@ -117,7 +117,7 @@ def open_medium(plan: DiskPlan, rank: int) -> MediumFile:
 
 
 class MediumFile:
-    """A medium with the interface of a file: see :class:`~shardwise.core.memory.disk.file.DiskFile`.
+    """A medium with the interface of a file: see :class:`~shardwise.core.memory.disk.rank_file.DiskFile`.
 
     Attributes:
         path: the medium's name and the plan's directory, for messages.

@@ -26,9 +26,18 @@ from torch import Tensor
 
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.file import ALIGNMENT_BYTES, DiskFile, RunDirectory, round_up
-from shardwise.core.memory.disk.io import DiskIO, DiskThread, MakeQueue, Operation, ThreadQueue, Transfer
+from shardwise.core.memory.disk.io_threads import (
+    ALIGNMENT_BYTES,
+    DiskIO,
+    DiskThread,
+    MakeQueue,
+    Operation,
+    ThreadQueue,
+    Transfer,
+    round_up,
+)
 from shardwise.core.memory.disk.medium import FILE, MediumFile, open_medium
+from shardwise.core.memory.disk.rank_file import DiskFile, RunDirectory
 
 if TYPE_CHECKING:
     from shardwise.plan import DiskPlan
@@ -204,6 +213,8 @@ class DiskStore:
         self._buffers = BufferPool(allocate)
         self._records: dict[str, Record] = {}
         self._pending: dict[Record, Operation] = {}
+        self._counted = {False: 0, True: 0}
+        """Bytes read and (True) written before the last :meth:`reset_counters`."""
         self._running: list[tuple[_Version, Operation]] = []
         """Operations that may still run, and the versions that they read or write; see :meth:`_unfinished`."""
         # Also runs when the interpreter exits; the threads are daemons, so that they still work then.
@@ -373,16 +384,16 @@ class DiskStore:
     @property
     def bytes_read(self) -> int:
         """Bytes transferred from disk since the start or :meth:`reset_counters`, with the padding to 4096."""
-        return self._io.traffic.read
+        return self._io.moved(writing=False) - self._counted[False]
 
     @property
     def bytes_written(self) -> int:
         """Bytes transferred to disk since the start or :meth:`reset_counters`, with the padding to 4096."""
-        return self._io.traffic.written
+        return self._io.moved(writing=True) - self._counted[True]
 
     def reset_counters(self) -> None:
         """Reset the counters."""
-        self._io.traffic.reset()
+        self._counted = {writing: self._io.moved(writing) for writing in (False, True)}
 
     @property
     def reserved_bytes(self) -> int:
@@ -478,13 +489,7 @@ def _threads(plan: DiskPlan, file: DiskFile | MediumFile, make: MakeQueue) -> Di
             for _ in range(plan.threads):
                 queues.append(make(plan.queue_depth, file.transfer))
                 undo.callback(queues[-1].close)
-            io = DiskIO(
-                queues,
-                plan.queue_depth,
-                block_bytes=plan.block_bytes,
-                single_submit=plan.single_submit,
-                overlap_events=plan.overlap_events,
-            )
+            io = DiskIO(queues, plan)
             undo.pop_all()
             return io
     except RuntimeError as error:

@@ -13,10 +13,9 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from shardwise.core.base.sizes import size_text
-from shardwise.core.memory.trace.stats import MemStats, Moment
+from shardwise.core.base.sizes import BINARY, size_text
+from shardwise.core.memory.trace.stats import NON_MODEL, MemStats, Moment
 
-NON_MODEL = "activations and the rest"
 MODEL = "model data"
 COLORS = {
     "parameters": "#4c78a8",
@@ -38,14 +37,13 @@ FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1120, 470, 92, 28, 100, 74
 MAX_COLUMNS, MAX_TIPS, NAME_LENGTH, LEAST_BAND = 1000, 500, 48, 56
 STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
-BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 # A capacity further away than this would flatten the picture; it is mentioned instead of drawn.
 FAR = 2.0
 
 
-def printable(text: str, length: int = NAME_LENGTH) -> str:
+def shortened(text: str, length: int = NAME_LENGTH) -> str:
     """Return ``text`` without control characters, with its middle left out if it is longer than ``length``."""
-    clean = "".join(c if c.isprintable() else "?" for c in text)
+    clean = _clean(text)
     return clean if len(clean) <= length else f"{clean[: length // 2 - 1]}…{clean[len(clean) - length // 2 :]}"
 
 
@@ -145,7 +143,7 @@ def draw(stats: MemStats, title: str = "Memory of one training step") -> str:
     (drawn if it is near the peak, mentioned if it is far above), and the peak with the name of its moment.
     """
     frame = _Frame(stats)
-    summary = f"peak {size_text(stats.peak_bytes)} on {printable(stats.device)}, {len(stats.moments)} moments"
+    summary = f"peak {size_text(stats.peak_bytes)} on {shortened(stats.device)}, {len(stats.moments)} moments"
     if stats.capacity_bytes is not None:
         share = f" ({stats.peak_bytes / stats.capacity_bytes:.0%} used at the peak)" if stats.capacity_bytes else ""
         summary += f", capacity {size_text(stats.capacity_bytes)}{share}"
@@ -153,9 +151,9 @@ def draw(stats: MemStats, title: str = "Memory of one training step") -> str:
     kinds = [k for k in kinds if k != NON_MODEL] + [NON_MODEL]
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}' "
-        f"{FONT} role='img' aria-label='{escape(printable(title, 200))}'>",
+        f"{FONT} role='img' aria-label='{escape(shortened(title, 200))}'>",
         f"<rect width='{WIDTH}' height='{HEIGHT}' fill='#ffffff'/>",
-        _text(LEFT, 30, printable(title, 100), font_size=18, font_weight=600, fill="#111"),
+        _text(LEFT, 30, shortened(title, 100), font_size=18, font_weight=600, fill="#111"),
         _text(LEFT, 52, summary, fill="#555"),
         *_bands(frame),
         *_grid(frame),
@@ -248,7 +246,7 @@ def _peak(frame: _Frame, stats: MemStats) -> list[str]:
     index = stats.peak_index
     moment = stats.moments[index]
     x, y = frame.x(index + 0.5), frame.y(moment.total_bytes)
-    label = f"peak {size_text(moment.total_bytes)} at {printable(moment.name)} ({moment.phase})"
+    label = f"peak {size_text(moment.total_bytes)} at {shortened(moment.name)} ({moment.phase})"
     half = 3.6 * len(label)
     middle = min(max(x, LEFT + half), WIDTH - RIGHT - half)
     return [
@@ -265,8 +263,8 @@ def _tips(frame: _Frame) -> list[str]:
     parts = []
     for column in frame.columns:
         moment = column.moment
-        sizes = ", ".join(f"{printable(kind, 32)} {size_text(size)}" for kind, size in kinds_of(moment).items())
-        tip = escape(f"{printable(moment.name)} ({moment.phase}): {size_text(moment.total_bytes)} = {sizes}")
+        sizes = ", ".join(f"{shortened(kind, 32)} {size_text(size)}" for kind, size in kinds_of(moment).items())
+        tip = escape(f"{shortened(moment.name)} ({moment.phase}): {size_text(moment.total_bytes)} = {sizes}")
         left, right = frame.x(column.first), frame.x(column.last + 1)
         box = f"x='{left:.1f}' y='{TOP}' width='{right - left:.1f}' height='{frame.base - TOP}'"
         parts.append(f"<rect {box} fill='#000' fill-opacity='0'><title>{tip}</title></rect>")
@@ -277,7 +275,7 @@ def _legend(kinds: Sequence[str], left: float, top: float) -> list[str]:
     parts = []
     x = left
     for kind in kinds:
-        shown = printable(kind, 32)
+        shown = shortened(kind, 32)
         parts.append(f"<rect x='{x:.1f}' y='{top}' width='13' height='13' fill='{color_of(kind, kinds)}'/>")
         parts.append(_text(x + 19, top + 11, shown))
         x += 19 + 7.1 * len(shown) + 22
@@ -289,7 +287,7 @@ def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only:
     model, other, mark = ("#", ".", "<") if ascii_only else ("█", "░", "◀")
     columns = _columns(stats.moments, rows)
     top = max(stats.peak_bytes, 1)
-    name_width = max((len(printable(c.moment.name, 32)) for c in columns), default=0)
+    name_width = max((len(shortened(c.moment.name, 32)) for c in columns), default=0)
     room = max(width - name_width - 8 - 2 - 12 - 8, 10)
     lines = []
     for column in columns:
@@ -298,7 +296,7 @@ def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only:
         filled = min(round(room * moment.model_bytes / top), total)
         bar = (model * filled + other * (total - filled)).ljust(room)
         peak = f" {mark} peak" if column.first <= stats.peak_index <= column.last else ""
-        name = printable(moment.name, 32)
+        name = shortened(moment.name, 32)
         lines.append(f"{moment.phase:<8} {name:<{name_width}} {bar} {size_text(moment.total_bytes):>9}{peak}")
     lines.append(f"{model} model data  {other} {NON_MODEL}")
     text = "\n".join(lines) + "\n"
@@ -328,7 +326,7 @@ def _facts(sizes: Mapping[str, int], capacity: int | None) -> str:
 
 
 def _list(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{printable(kind, 32)} {size_text(size)}" for kind, size in sizes.items() if size) or "nothing"
+    return ", ".join(f"{shortened(kind, 32)} {size_text(size)}" for kind, size in sizes.items() if size) or "nothing"
 
 
 def draw_tiers(
@@ -349,14 +347,14 @@ def draw_tiers(
     room = WIDTH - TIERS_LEFT - RIGHT
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' height='{height}' "
-        f"{FONT} font-size='13' fill='#333' role='img' aria-label='{escape(printable(title, 200))}'>",
+        f"{FONT} font-size='13' fill='#333' role='img' aria-label='{escape(shortened(title, 200))}'>",
         f"<rect width='{WIDTH}' height='{height}' fill='#ffffff'/>",
-        _text(TIERS_LEFT, 34, printable(title, 100), font_size=18, font_weight=600, fill="#111"),
+        _text(TIERS_LEFT, 34, shortened(title, 100), font_size=18, font_weight=600, fill="#111"),
     ]
     for row, (tier, sizes) in enumerate(by_tier.items()):
         y = TIERS_TOP + TIER_HEIGHT * row
         capacity = capacities.get(tier)
-        parts.append(_text(TIERS_LEFT - 12, y + 30, printable(tier, 14), text_anchor="end", font_weight=600))
+        parts.append(_text(TIERS_LEFT - 12, y + 30, shortened(tier, 14), text_anchor="end", font_weight=600))
         facts = f"{_facts(sizes, capacity)}: {_list(sizes)}"
         parts.append(_text(TIERS_LEFT, y + 5, facts, font_size=12, fill="#555"))
         parts += _bar(sizes, kinds, y + 12, room / scale)
@@ -379,7 +377,7 @@ def _bar(sizes: Mapping[str, int], kinds: list[str], y: float, points_per_byte: 
         size = sizes.get(kind, 0)
         if size:
             width = size * points_per_byte
-            tip = f"<title>{escape(printable(kind))}: {size_text(size)}</title>"
+            tip = f"<title>{escape(shortened(kind))}: {size_text(size)}</title>"
             box = f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='28' fill='{color_of(kind, kinds)}'"
             parts.append(f"{box}>{tip}</rect>")
             label = size_text(size)
@@ -399,7 +397,7 @@ def tiers_text(
     kinds = _kinds(by_tier)
     symbol = {kind: SYMBOLS[i % len(SYMBOLS)] for i, kind in enumerate(kinds)}
     scale = _scale(by_tier, capacities)
-    name_width = max((len(printable(tier, 14)) for tier in by_tier), default=0)
+    name_width = max((len(shortened(tier, 14)) for tier in by_tier), default=0)
     facts = {tier: _facts(sizes, capacities.get(tier)) for tier, sizes in by_tier.items()}
     room = max(width - name_width - 3 - max(map(len, facts.values()), default=0), 10)
     lines = []
@@ -413,9 +411,9 @@ def tiers_text(
         capacity = capacities.get(tier)
         if capacity is not None and capacity <= scale:
             cells[min(round(room * capacity / scale), room)] = "|"
-        lines.append(f"{printable(tier, 14):<{name_width}} {''.join(cells)} {facts[tier]}")
-    lines.append("  ".join(f"{symbol[kind]} {printable(kind, 32)}" for kind in kinds))
-    lines += [f"{printable(tier, 14):<{name_width}} {_list(sizes)}" for tier, sizes in by_tier.items()]
+        lines.append(f"{shortened(tier, 14):<{name_width}} {''.join(cells)} {facts[tier]}")
+    lines.append("  ".join(f"{symbol[kind]} {shortened(kind, 32)}" for kind in kinds))
+    lines += [f"{shortened(tier, 14):<{name_width}} {_list(sizes)}" for tier, sizes in by_tier.items()]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

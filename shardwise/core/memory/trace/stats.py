@@ -8,21 +8,22 @@ Source: Gemini's memory tracer and its ``MemStats``, and its ``auto`` placement 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+from shardwise.core.base.text_file import replace_text
 from shardwise.core.base.validate import MOST_BYTES, check_type, short_repr
 
 Phase = Literal["forward", "backward", "step"]
 FORMAT, VERSION = "shardwise.memstats", 1
 NO_UNIT = -1
+NON_MODEL = "activations and the rest"
+"""The kind of all memory that is not model data."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,6 @@ class MemStats:
         """Return True if a step used its units in this order (immediate repetitions count once)."""
         return self.order == _once(order)
 
-    def follows(self, order: Sequence[int]) -> bool:
-        """Return True if a running step has so far used its units in this order."""
-        seen = tuple(order)
-        # Called at every use, so avoid a loop if no unit is repeated.
-        return self.order[: len(seen)] == seen or self.order[: len(_once(seen))] == _once(seen)
-
     def to_json(self) -> str:
         """Return one line of JSON, from which :meth:`from_json` restores an equal object."""
         return json.dumps(
@@ -178,17 +173,7 @@ class MemStats:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace as JSON, and replace an existing file atomically."""
-        target = Path(path)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
-            try:
-                file.write(self.to_json() + "\n")
-                file.close()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, target)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(file.name)
-                raise
+        replace_text(Path(path), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MemStats:
@@ -306,13 +291,13 @@ class MemoryRecorder:
     def so_far(self) -> MemStats:
         """Return the trace until now, and continue to record."""
         self.end_interval()
-        return MemStats(list(self._moments), self.device, self.capacity_bytes, dict(self.gathered_bytes))
+        return MemStats(self._moments, self.device, self.capacity_bytes, dict(self.gathered_bytes))
 
     def finish(self) -> MemStats:
         """Return the trace of the step, and reset the recorder."""
-        self.end_interval()
-        moments, self._moments, self._before = self._moments, [], 0
-        return MemStats(moments, self.device, self.capacity_bytes, dict(self.gathered_bytes))
+        stats = self.so_far()
+        self._moments, self._before = [], 0
+        return stats
 
 
 def _check(capacity_bytes: int, **ratios: float) -> None:

@@ -59,9 +59,6 @@ class Tracker:
     def exclude(self, tensor: Tensor) -> None:
         """Mark the tensor's storage as model data."""
 
-    def include(self, tensor: Tensor) -> None:
-        """Count a storage that was created while the tracker was not active, and that is still in use."""
-
     def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
         """Call ``action`` when ``live_bytes`` exceeds ``limit_bytes``, if the tracker can detect it."""
 
@@ -319,10 +316,6 @@ class TensorTracker(Tracker):
         """
         for storage in storages(tensor):
             self._count.exclude(storage)
-
-    def include(self, tensor: Tensor) -> None:
-        """Count a storage that was created while the tracker was not active, unless it is known already."""
-        self._count.note(tensor, "new", (), {})
 
 
 class AllocatorTracker(Tracker):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.base.checksum import WORD, word_of
+from shardwise.core.base.fingerprint import WORD, word_of
 from shardwise.core.base.rng import RankRng, dropouts_of
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import Description, Group, P2PChannel, collectively

@@ -1,11 +1,11 @@
-"""For every Python that a test of DeepSpeed's starts: its ``import deepspeed`` means ours, from the first use on."""
+"""In every Python that a DeepSpeed test starts, ``import deepspeed`` imports ``shardwise.deepspeed``, on first use."""
 
 import sys
 from importlib.machinery import ModuleSpec
 
 
 class _First:
-    """Finds nothing itself: puts the real finder in place when it is needed first, since that imports torch."""
+    """Finds nothing itself: installs the real finder when it is first needed, since that imports torch."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:

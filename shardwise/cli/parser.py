@@ -1,0 +1,56 @@
+"""The parser of every command: errors of one line, and help from docstrings."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps paragraphs, keeps the lines of examples, and adds the defaults of options."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._action_max_length = len("    checkpoint")  # argparse does not count the indentation of commands
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(part if "\n  " in part else fill(part, width, indent) for part in text.split("\n\n"))
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        help = action.help or ""
+        shown = action.option_strings and action.nargs != 0 and action.default not in (None, [])
+        return f"{help} (default: %(default)s)" if shown and "(default" not in help else help
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, without the usage text."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter} | options)
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``message`` and exit with 2, as argparse does."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Report unknown arguments of a command as its own error, not as that of the parent parser."""
+        result, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return result, unknown
+
+
+def texts(docstring: str | None) -> dict[str, str]:
+    """Return a parser's ``help``, ``description`` and ``epilog`` from the docstring of its command.
+
+    The first sentence is the entry in the list of commands. The first paragraph is above the options, and the following
+    ones are below them. Paragraphs with indented lines, such as examples, are printed as they are.
+    """
+    description, _, epilog = inspect.cleandoc(docstring or "").partition("\n\n")
+    first = description.partition(". ")[0].rstrip(".").replace("\n", " ")
+    return {"help": first[:1].lower() + first[1:], "description": description, "epilog": epilog}

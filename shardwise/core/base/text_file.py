@@ -1,0 +1,21 @@
+"""Write small text files atomically."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``; a reader sees the previous file or all of the new one.
+
+    Raises:
+        OSError: the file cannot be written; the previous one is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, "utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,239 @@
+"""The memory of one model by kind and tier: what is allocated and reserved, and what ``estimate`` predicts."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.comm import LocalGroup
+from shardwise.core.engine.allocation import Storage
+from shardwise.core.engine.mixed_precision import buffer_bytes
+from shardwise.core.engine.partition import parameter_facts
+from shardwise.core.engine.placement import ChunkPlacement, RankFacts, place
+from shardwise.core.grads.reducer import BucketPool, Reducer
+from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.trace.tracker import sizes_of
+from shardwise.core.parallel.tensor import Axis, cut_model
+from shardwise.core.shards.gather import ChunkPool
+from shardwise.core.shards.layout import make_layout
+from shardwise.core.update.tiles import TileStepper, needs_whole_tensors
+from shardwise.plan import Plan
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of this rank's model data that are allocated now, by kind; ``by_tier`` has them by tier and kind."""
+
+    parameters_bytes: int
+    """Shards, and the unsharded parameters that stay gathered."""
+    secondary_bytes: int
+    """Secondary shards; see :attr:`MeshPlan.secondary`."""
+    gathered_bytes: int
+    """Sharded chunks that are gathered right now."""
+    peak_gathered_bytes: int
+    copied_bytes: int
+    """The part of ``gathered_bytes`` that was copied. CPU ranks of one host may read each other's shards in place."""
+    peak_copied_bytes: int
+    idle_bytes: int
+    """Host arrays kept for the next gather: at most two units, and the prefetched ones."""
+    gradients_bytes: int
+    """Exchange buffers and reduced shards."""
+    master_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    """The model's buffers."""
+    scratch_bytes: int
+    """Memory of the update, kept between steps: gradients of one tile in the update's dtype, and 8 MiB for copies of
+    updated weights from the host to a GPU."""
+    waiting_bytes: int
+    """Host memory for parameters that were updated during backward with state on a disk, until ``step()``."""
+    by_tier: dict[str, dict[str, int]]
+    """The same by tier (``"device"``, ``"host"``, ``"disk"``) and kind, without zeros."""
+    device_peak_bytes: int
+    """Peak of device memory; 0 without a declared capacity."""
+    device_capacity_bytes: int | None
+    """The capacity in the plan; ``None``: no limit."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(map(self.tier_bytes, self.by_tier))
+
+    def tier_bytes(self, tier: str) -> int:
+        """All model data in ``tier``."""
+        return sum(self.by_tier.get(tier, {}).values())
+
+
+class Accounts:
+    """The memory of one model on this rank by kind and tier; the device's part goes to its ledger.
+
+    Args:
+        storage: of parameters and masters.
+        model: the module. Each storage of its buffers counts once.
+        dtype: of buffers; see :func:`dtype_of_buffer`.
+        foreseen: all buffers are this rank's, so they count before the build puts them on the device.
+
+    Attributes:
+        steppers: the optimizers', whose state and scratch memory count.
+    """
+
+    def __init__(self, storage: Storage, model: nn.Module, dtype: torch.dtype | None, foreseen: bool) -> None:
+        self._storage, self._model, self._device = storage, model, storage.mesh.device
+        self.steppers: list[TileStepper] = []
+        self._expected_bytes = self._buffers_bytes = self._to_come = 0
+        """Of optimizer state from the first step on; of buffers; of those that the build will put on the device."""
+        ledger = storage.ledger
+        ledger.account("masters and optimizer state", self._device_bytes)
+        ledger.account("update scratch", lambda: self._scratch_bytes(Tier.DEVICE))
+        if ledger.capacity_bytes is not None:
+            self._to_come = buffer_bytes(model, dtype) if foreseen else 0
+            ledger.account("buffers", lambda: self._to_come + self._buffers_bytes)
+
+    def expect(self, nbytes: int) -> None:
+        """Reserve the bytes of state that an optimizer will have on the device from its first step on.
+
+        Raises:
+            DeviceMemoryError: together with everything else that stays there, this is more than the device has.
+        """
+        self._expected_bytes += nbytes
+        self._storage.ledger.require(0, "the model and its optimizers")
+
+    def look(self) -> None:
+        """Look up the current buffers, since a program may have replaced some. Called before each forward pass."""
+        here = [buffer for buffer in self._model.buffers() if buffer.device == self._device]
+        self._to_come, self._buffers_bytes = 0, sum(sizes_of(here).values())
+        for buffer in here:
+            self._storage.ledger.charge(buffer)
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes in the device's accounts that may not be allocated yet."""
+        return max(self._expected_bytes - self.state_bytes(Tier.DEVICE)[1], 0) + self._to_come
+
+    def _device_bytes(self) -> int:
+        # State of later steps counts from the beginning: an error in the first step would come too late.
+        masters, state = self.state_bytes(Tier.DEVICE)
+        return masters + max(state, self._expected_bytes)
+
+    def state_bytes(self, tier: Tier) -> tuple[int, int]:
+        """Return the bytes of masters and of optimizer state in ``tier``."""
+        return self._storage.master_bytes(tier), sum(each.state_bytes(tier) for each in self.steppers)
+
+    def _scratch_bytes(self, tier: Tier) -> int:
+        return sum(each.scratch_bytes(tier) for each in self.steppers) + self._storage.upload_slots.bytes(tier)
+
+    def _in_tier(self, tier: Tier, pool: ChunkPool, reducer: Reducer) -> dict[str, int]:
+        storage, on_device, (masters, state) = self._storage, tier is Tier.DEVICE, self.state_bytes(tier)
+        # Buffers that are not on the device are on the host.
+        there = {Tier.DEVICE: True, Tier.HOST: False}.get(tier)
+        buffers = (each for each in self._model.buffers() if not each.is_meta)
+        kinds = {
+            "parameters": storage.parameter_bytes(tier),
+            "secondary shards": storage.secondary_bytes(tier),
+            "gathered parameters": pool.copied_bytes if on_device else 0,
+            "idle arrays": pool.arrays.idle_bytes() if on_device else 0,
+            "gradients": reducer.bytes(tier),
+            "masters": masters,
+            "optimizer state": state,
+            "buffers": sum(sizes_of(each for each in buffers if (each.device == self._device) is there).values()),
+            "update scratch": self._scratch_bytes(tier),
+            "updated parameters": sum(each.nbytes for each in storage.new_shards.values()) if tier is Tier.HOST else 0,
+        }
+        return {kind: size for kind, size in kinds.items() if size}
+
+    def report(self, pool: ChunkPool, reducer: Reducer) -> MemoryReport:
+        """Count the bytes of model data that this rank holds now."""
+        by_tier = {tier.value: self._in_tier(tier, pool, reducer) for tier in Tier}
+
+        def total(kind: str) -> int:
+            return sum(kinds.get(kind, 0) for kinds in by_tier.values())
+
+        return MemoryReport(
+            parameters_bytes=total("parameters"),
+            secondary_bytes=total("secondary shards"),
+            gathered_bytes=pool.gathered_bytes,
+            peak_gathered_bytes=pool.peak_gathered_bytes,
+            copied_bytes=pool.copied_bytes,
+            peak_copied_bytes=pool.peak_copied_bytes,
+            idle_bytes=total("idle arrays"),
+            gradients_bytes=total("gradients"),
+            master_bytes=total("masters"),
+            optimizer_bytes=total("optimizer state"),
+            buffers_bytes=total("buffers"),
+            scratch_bytes=total("update scratch"),
+            waiting_bytes=total("updated parameters"),
+            by_tier=by_tier,
+            device_peak_bytes=self._storage.ledger.peak_bytes,
+            device_capacity_bytes=self._storage.ledger.capacity_bytes,
+        )
+
+
+def estimate_memory(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, ranks: int, rank: int = 0, device: str = "cuda"
+) -> dict[str, dict[str, int]]:
+    """Return bytes by tier and kind, as ``session.memory().by_tier`` reports them from the second step on.
+
+    Gathered parameters are not included.
+
+    Args:
+        model: may be on the meta device.
+        optimizer: of its parameters. Factored state (Adafactor) is not counted.
+        plan: without pipeline stages, replicas, secondary shards and updates during backward.
+        ranks: number of ranks.
+        rank: index among the ranks that shard parameters.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    sizes = plan.mesh.resolve(ranks)
+    axis = LocalGroup("tp", torch.device("meta"))
+    axis.size = sizes.tp  # nothing is sent; dividing layers needs rank and size only
+    tp_plan = cut_model(model, Axis(axis), plan.tensor) if sizes.tp > 1 else None
+    facts = parameter_facts(list(model.parameters()), model, [optimizer], plan, tp_plan)
+    unsharded = [0] if needs_whole_tensors(optimizer) else []
+    shard, packing = sizes.dp_shard, plan.shard.packing
+    layout = make_layout(facts, model, packing, shard, sizes.dp_replicate, plan.shard.groups, unsharded)
+    table = place(plan, layout, RankFacts(rank, shard, device)).chunks
+    by_tier = {tier: Counter[str]() for tier in ("device", "host", "disk")}
+    state_bytes = cache(partial(_state_bytes, optimizer))
+    for each in table:
+        home, numel = each.home, each.shard_numel
+        by_tier[home.param.value]["parameters"] += each.param_bytes
+        state = by_tier[home.state.value]
+        state["masters"] += numel * each.master_dtype.itemsize if each.master_dtype is not None else 0
+        for piece in (piece for tile in each.tiles for piece in tile.pieces):
+            dims = len(facts[piece.param].shape) if each.spec.unsplit else 1
+            once, element = state_bytes(dims, each.master_dtype or each.spec.dtype)
+            state["optimizer state"] += once + (piece.end - piece.start) * element
+        # Full gradients include the shard, unless a GPU moves it to the host.
+        apart = plan.shard.reduce == "every" or (home.grad is not Tier.DEVICE and device == "cuda")
+        if each.spec.trainable and apart:
+            by_tier[home.grad.value]["gradients"] += numel * each.accumulate_dtype.itemsize
+    by_tier["device"]["gradients"] += _exchange_bytes([each for each in table if each.spec.trainable], plan)
+    by_tier["device"]["buffers"] = buffer_bytes(model, plan.precision.buffer_dtype)
+    return {tier: {kind: size for kind, size in kinds.items() if size} for tier, kinds in by_tier.items()}
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, dims: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of state for each stepped tensor, and for each of its elements, by a step of a small one."""
+    probe = nn.Parameter(torch.zeros((2,) * dims, dtype=dtype, device="cpu"))
+    probe.grad = torch.zeros_like(probe)
+    kind: Any = type(optimizer)
+    known = inspect.signature(kind).parameters
+    # A new optimizer, since some create state in their constructors.
+    stepped = kind([probe], **{key: value for key, value in optimizer.defaults.items() if key in known})
+    stepped.step()
+    tensors = [value for value in stepped.state[probe].values() if isinstance(value, torch.Tensor)]
+    of_elements = [value for value in tensors if value.shape == probe.shape]
+    return sum(v.nbytes for v in tensors) - sum(v.nbytes for v in of_elements), sum(v.itemsize for v in of_elements)
+
+
+def _exchange_bytes(chunks: Sequence[ChunkPlacement], plan: Plan) -> int:
+    """Return the bytes of unsharded gradients: of all chunks, or of the buckets that they share."""
+    own = [(each.spec, each.reduce_dtype) for each in chunks]
+    shared = BucketPool(own, 2 if plan.comm.overlap else 1).specs
+    separate = [(spec.padded_numel, dtype) for spec, dtype in own]
+    return sum(numel * dtype.itemsize for numel, dtype in (separate if plan.shard.reduce == "last" else shared))
