@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 Words = npt.NDArray[np.uint64]
 
-_ROW_WORDS = 2048  # a row and its weights fit the first-level cache
-_WEIGHTS: Words = np.random.Generator(np.random.PCG64(20_260_101)).integers(
-    0, 2**63, size=_ROW_WORDS, dtype=np.uint64
+ROW_WORDS = 2048  # a row and its weights fit the first-level cache
+ROW_WEIGHTS: Words = np.random.Generator(np.random.PCG64(20_260_101)).integers(
+    0, 2**63, size=ROW_WORDS, dtype=np.uint64
 ) * np.uint64(2) + np.uint64(1)
 _SHIFT = np.uint64(29)
 
@@ -33,10 +33,10 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
 
 
 def _hash(words: Words) -> np.uint64:
-    while len(words) > _ROW_WORDS:
-        full_rows = len(words) // _ROW_WORDS * _ROW_WORDS
+    while len(words) > ROW_WORDS:
+        full_rows = len(words) // ROW_WORDS * ROW_WORDS
         # einsum's loop over two contiguous rows is the fastest product of integers in numpy.
-        sums: Words = np.einsum("ij,j->i", words[:full_rows].reshape(-1, _ROW_WORDS), _WEIGHTS)
+        sums: Words = np.einsum("ij,j->i", words[:full_rows].reshape(-1, ROW_WORDS), ROW_WEIGHTS)
         if full_rows < len(words):
             sums = np.append(sums, _dot(words[full_rows:]))
         # Without mixing, the levels would be linear together, and rectangles of changes could cancel.
@@ -45,4 +45,4 @@ def _hash(words: Words) -> np.uint64:
 
 
 def _dot(words: Words) -> np.uint64:
-    return np.dot(words, _WEIGHTS[: len(words)])  # type: ignore[no-any-return]
+    return np.dot(words, ROW_WEIGHTS[: len(words)])  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.core.base.checksum import _ROW_WORDS, _WEIGHTS, checksum
+from shardwise.core.base.checksum import ROW_WEIGHTS, ROW_WORDS, checksum
 from shardwise.core.comm.local import LocalGroup
 from shardwise.core.memory.disk import rank_file as disk_file
 from shardwise.core.memory.disk.errors import DiskError
@@ -248,21 +248,21 @@ def test_buffered_io_where_direct_is_refused(tmp_path: Path, monkeypatch: pytest
         assert not store.direct
 
 
-ROW = 8 * _ROW_WORDS
+ROW = 8 * ROW_WORDS
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def by_definition(data: bytes, row_words: int = _ROW_WORDS) -> int:
+def by_definition(data: bytes, row_words: int = ROW_WORDS) -> int:
     """Return the checksum, computed with plain integers."""
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) // 8 * 8, 8)]
     while len(words) > row_words:
         rows = [words[i : i + row_words] for i in range(0, len(words), row_words)]
-        sums = [sum(w * int(k) for w, k in zip(row, _WEIGHTS, strict=False)) % 2**64 for row in rows]
+        sums = [sum(w * int(k) for w, k in zip(row, ROW_WEIGHTS, strict=False)) % 2**64 for row in rows]
         words = [s ^ (s >> 29) for s in sums]
-    result = sum(w * int(k) for w, k in zip(words, _WEIGHTS, strict=False)) % 2**64
+    result = sum(w * int(k) for w, k in zip(words, ROW_WEIGHTS, strict=False)) % 2**64
     rest = data[len(data) // 8 * 8 :]
     tail = int.from_bytes(rest, "little") + 256 ** len(rest)
     return (result * 0x9E3779B97F4A7C15 + tail * 0xD1B54A32D192ED03 + len(data)) % 2**64
