@@ -126,7 +126,7 @@ GUIDE: dict[str, list[Block]] = {
         *shown("test_engine_memory.py compares its numbers", "$ shardwise estimate"),
     ],
     "docs/hybrid-sharding.md": [
-        Block("session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
+        Block("session = shardwise.shard(", before=_named_layers, after=_stays),
         Block("from shardwise.plan import ParamGroupPlan", before=_named_layers, after=_stays),
         Block("import torch", before=_named_layers),
     ],
