@@ -39,6 +39,7 @@ from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.plan import DiskPlan, ParamGroupPlan, Plan, SequencePlan, TensorPlan, TierPlan, replicated, zero
+from shardwise.plan.plan import parts_with
 
 __all__ = [
     "MemoryReport",
@@ -450,11 +451,13 @@ def _optimizers_of(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, str)
     optimizers: list[Any] = list(optimizer) if several else [optimizer]
     for each in optimizers:
+        if isinstance(each, type):
+            example = f"{each.__name__}(model.parameters())"
+            raise TypeError(f"optimizer={each.__name__} is a class; give an instance: {example}")
+        if isinstance(each, torch.Tensor):
+            raise TypeError("optimizer= is a list of tensors; give an optimizer of them: AdamW(model.parameters())")
         if not isinstance(each, torch.optim.Optimizer):
-            hint = "; an instance, not the class: AdamW(model.parameters())" * isinstance(each, type)
-            raise TypeError(
-                f"optimizer={short_repr(each)} is not a torch.optim.Optimizer; give one, several or None{hint}"
-            )
+            raise TypeError(f"optimizer={short_repr(each)} is not a torch.optim.Optimizer; give one, several or None")
         if sharded_of(each) is not None:
             raise ValueError(
                 f"optimizer {type(each).__name__} belongs to a sharded model already, and its state is sharded: "
@@ -515,17 +518,17 @@ class Settings:
             stages and 0 <= self.stage <= 3, f"stage={short_repr(self.stage)} is not a ZeRO stage; use 0, 1, 2 or 3"
         )
         spelled = self.precision is None or isinstance(self.precision, str)
-        require(
-            spelled and self.precision in DTYPES,
-            f"precision={short_repr(self.precision)} is not known; use 'bf16', 'fp16', 'fp32' or None",
-        )
+        names = "use 'bf16', 'fp16', 'fp32' or None"
+        hint = did_you_mean(str(self.precision).removeprefix("torch."), ("bf16", "fp16", "fp32"), names, 0.6)
+        require(spelled and self.precision in DTYPES, f"precision={short_repr(self.precision)} is not known; {hint}")
         integer("replicas", self.replicas, 1, what="a number of copies")
         copies = f"replicas={self.replicas} at stage 0, where every rank is a replica: use stage 1, 2 or 3"
         require(self.stage > 0 or self.replicas == 1, copies)
         modes = (None, *IN_LAYERS, *EVERYWHERE)
         require(
             self.sequence in modes,
-            f"sequence={short_repr(self.sequence)} is not a mode of sequence parallelism; use one of {modes}",
+            f"sequence={short_repr(self.sequence)} is not a mode of sequence parallelism; use "
+            f"{', '.join(map(repr, modes[1:]))} or None",
         )
         settings = f"sequence={self.sequence!r} with tp={self.tp}, sp={self.sp}"
         if self.sequence in IN_LAYERS:
@@ -624,6 +627,8 @@ def shard(
     for name, value in settings.items():
         if name not in names:
             hint = did_you_mean(name, names, f"use {', '.join(names)}, or a plan for everything else")
+            if parts_with(name):
+                hint = f"it is a field of a plan; use plan=Settings(...).plan().but({name}=...)"
             hint = ELSEWHERE.get(name, hint)
             raise TypeError(f"{name}={value!r:.80} is not a setting of shard(): {hint}")
     if plan is not None and settings:
@@ -633,7 +638,8 @@ def shard(
     if plan is not None and not isinstance(plan, Plan):
         if not isinstance(plan, (str, os.PathLike)):
             raise TypeError(
-                f"plan={short_repr(plan)} is not a Plan, nor the path of a .toml or .json file; give settings by name"
+                f"plan={short_repr(plan)} is not a Plan, nor the path of a .toml or .json file; give settings by name: "
+                "shard(model, optimizer, stage=3)"
             )
         plan = Plan.load(plan)
     chosen = plan if plan is not None else Settings(**settings).plan()

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 
@@ -98,9 +98,9 @@ class MeshPlan:
         known = prod(size for size in sizes.values() if size != -1)
         if world_size % known:
             raise ValueError(
-                f"the sizes {', '.join(f'{name}={n}' for name, n in sizes.items() if n > 1)} need a multiple of "
-                f"{known} ranks, but there are {world_size}. Start another number of ranks, or use sizes whose product "
-                f"divides {world_size}"
+                f"{' x '.join(f'{name}={n}' for name, n in sizes.items() if n > 1)} needs a multiple of {known} ranks, "
+                f"but the number of ranks is {world_size}. Start another number with torchrun or 'shardwise run', or "
+                f"change the sizes"
             )
         axes = {name: world_size // known if size == -1 else size for name, size in sizes.items()}
         require(
@@ -111,8 +111,8 @@ class MeshPlan:
         among = axes["dp_shard"] * axes["dp_replicate"]
         require(
             among % self.sp == 0,
-            f"sp={self.sp} does not divide the {among} data-parallel ranks (of {world_size}); give a number that "
-            f"divides {among}",
+            f"sp={self.sp} needs a multiple of {self.sp} data-parallel ranks, but their number is {among} (of "
+            f"{world_size} ranks). Start more ranks, or use a smaller sp",
         )
         require(
             not isinstance(self.secondary, int) or axes["dp_shard"] % self.secondary == 0,
@@ -398,7 +398,10 @@ PARTS = ("mesh", "shard", "precision", "grad", "comm", "tiers", "tensor", "pipel
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All settings of a run. Frozen; :meth:`but` and :func:`dataclasses.replace` return changed copies."""
+    """All settings of a run. Frozen; :meth:`but` and :func:`dataclasses.replace` return changed copies.
+
+    :func:`zero` and :func:`replicated` make a plan, and so does ``Settings(stage=3).plan()``.
+    """
 
     mesh: MeshPlan
     shard: ShardPlan
@@ -506,6 +509,9 @@ class Plan:
             cast = None if dtype in (None, "none") else getattr(torch, name, dtype)
             require(cast is None or cast in (torch.float32, *HALF_DTYPES), f"{where}: dtype={dtype!r}: give 'bfloat16'")
             base = replicated(cast) if stage == 0 else zero(stage, cast)
+        for name in entries.keys() - cls.__dataclass_fields__.keys():
+            parts = parts_with(name)
+            require(not parts, f"{where}: {name!r} is a field of {' and '.join(parts)}; write it there")
         return plan_text.from_tables(cls, entries, where, base)
 
     @classmethod
@@ -528,6 +534,12 @@ class Plan:
             raise TypeError(f"other={short_repr(other)}: give a Plan")
         ours, theirs = (plan_text.to_tables(each, objects=True) for each in (self, other))
         return list(plan_text.differences(ours, theirs))
+
+
+def parts_with(field: str) -> list[str]:
+    """Return the parts of a plan that have ``field``."""
+    kinds = get_type_hints(Plan)
+    return [name for name in PARTS if field in kinds[name].__dataclass_fields__]
 
 
 def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_replicate: int = 1) -> Plan:

@@ -39,7 +39,8 @@ def check_shardable(model: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # its import is slow; no FSDP model exists before
     for name, module in model.named_modules():
         if MARK in module.__dict__:
-            raise ValueError(f"module {name!r} of the model is sharded already ({MARK}); close that session first")
+            subject = f"module {name!r} of the model" if name else "the model"
+            raise ValueError(f"{subject} is sharded already; close its session first, or create a new model")
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise ValueError(
                 f"module {name!r} of the model is a {type(module).__name__}, which has sharded its parameters already: "

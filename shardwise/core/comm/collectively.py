@@ -19,7 +19,7 @@ Description = Mapping[str, Mapping[str, Any]]
 """JSON-able values by subject ("parameter 0.weight") and field."""
 
 WORD_BYTES, WORDS = 6, 3  # 48 bits a number: integers below 2**53 travel exactly
-MOST_SHOWN = 8
+MOST_SHOWN = 3
 
 
 @contextmanager
@@ -109,10 +109,14 @@ def _differences(one: Description, other: Description, one_is: str, other_is: st
             texts.append(f"{subject} is on {has} and not on {lacks}")
             continue
         fields, other_fields = one[subject], other[subject]
+        changed, missing = list[str](), list[str]()
         for field in dict.fromkeys([*other_fields, *fields]):
-            if fields.get(field) != other_fields.get(field) or (field in fields) != (field in other_fields):
-                first, second = (each.get(field, "absent") for each in (fields, other_fields))
-                texts.append(f"{field} of {subject} is {first!r:.200} on {one_is} and {second!r:.200} on {other_is}")
+            in_both = field in fields and field in other_fields
+            if not in_both or fields[field] != other_fields[field]:
+                values = [f"{each[field]!r:.200}" if field in each else "missing" for each in (fields, other_fields)]
+                where = changed if in_both else missing  # a missing field often follows from a changed one
+                where.append(f"{field} of {subject} is {values[0]} on {one_is} and {values[1]} on {other_is}")
+        texts += changed + missing
     if not texts:
         place, (mine, theirs) = next(
             (place, pair) for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]

@@ -28,6 +28,7 @@ from shardwise.core.mesh.listeners import INTERFACE, Listener, check_listeners, 
 # one.
 TIMEOUT = timedelta(seconds=300)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+START = "start with torchrun or 'shardwise run'"
 BINDINGS = (VISIBLE, "SLURM_GPUS_PER_TASK", "SLURM_STEP_GPUS", "SLURM_GPU_BIND")
 """If one of them is set, the visible GPUs may be this process's own."""
 
@@ -79,9 +80,8 @@ class LaunchFacts:
             ("LOCAL_RANK", local_rank, local_world_size),
         ):
             if not 0 <= value < limit:
-                raise ValueError(
-                    f"{name}={value} in the environment is not in [0, {limit}); start this program with torchrun"
-                )
+                size = name.replace("RANK", "WORLD_SIZE")
+                raise ValueError(f"{name}={value} in the environment is not in [0, {size}={limit}); {START}")
         return cls(
             launched=True,
             rank=rank,
@@ -97,14 +97,15 @@ def _number(variables: Mapping[str, str], name: str, default: int | None) -> int
     text = variables.get(name)
     if text is None:
         if default is None:
+            other = "WORLD_SIZE" if name == "RANK" else "RANK"
             raise ValueError(
-                f"{name}={text} in the environment, which has other variables of torchrun; start it with torchrun"
+                f"{other} is set in the environment, but {name} is not; {START}, or unset {other} for one process"
             )
         return default
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} in the environment is not an integer; start with torchrun") from None
+        raise ValueError(f"{name}={text!r} in the environment is not an integer; {START}") from None
 
 
 def _from_slurm(variables: Mapping[str, str], rank: int) -> tuple[int, int] | None:
@@ -213,6 +214,8 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
 
 def _store(facts: LaunchFacts, timeout: timedelta) -> Store:
     """Return the rendezvous store of the launcher, which torch would use, too."""
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError(f"RANK and WORLD_SIZE are set in the environment, but MASTER_ADDR is not; {START}")
     store, _, _ = next(rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore(f"shardwise/{next(_meetings)}", store)
@@ -331,9 +334,10 @@ def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.devi
     if chosen.type != "cuda":
         return chosen
     if count == 0 or (chosen.index or 0) >= count:
+        hint = "give 'cuda' for the rank's own GPU, or 'cpu'" if count else "use 'cpu', or see 'shardwise env'"
         raise ValueError(
-            f"device={str(chosen)!r}, but {count} GPUs are visible to rank {facts.rank} "
-            f"({VISIBLE}={os.environ.get(VISIBLE)!r}), numbered from 0; give 'cuda' for the rank's own, or 'cpu'"
+            f"device={str(chosen)!r}, but the number of GPUs that are visible to rank {facts.rank} is {count} "
+            f"({VISIBLE}={os.environ.get(VISIBLE)!r}); {hint}"
         )
     return chosen if chosen.index is not None else torch.device("cuda", own_index(facts.local_rank, count))
 

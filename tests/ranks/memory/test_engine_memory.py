@@ -207,7 +207,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--stage 2 --offload-params host", "use --stage 3"),
         ("--ranks 4 --pp 2", "--pp 2 cannot be estimated; estimate a function"),
         ("--ranks 4 --replicas 2", "--replicas 2 cannot be estimated"),
-        ("--ranks 4 --tp 3", "tp=3 need a multiple of 3 ranks"),
+        ("--ranks 4 --tp 3", "tp=3 needs a multiple of 3 ranks"),
         ("--ranks 4 --rank 4", "--rank 4: give a whole number <= 3"),
         ("--optimizer Adafactor", "--optimizer Adafactor cannot be estimated"),
         ("--optimizer LBFGS", "error: optimizer LBFGS works on all parameters at once"),

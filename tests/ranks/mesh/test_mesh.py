@@ -173,7 +173,7 @@ def test_pipeline_stages_outside_and_inside_of_data_parallel_groups() -> None:
 @on_ranks(4)
 def test_indivisible_sizes_are_refused_with_all_sizes() -> None:
     for sizes, words in (
-        ({"dp_shard": -1, "tp": 3}, "^the sizes tp=3 need a multiple of 3 ranks, but there are 4"),
+        ({"dp_shard": -1, "tp": 3}, "^tp=3 needs a multiple of 3 ranks, but the number of ranks is 4"),
         ({"dp_shard": 4, "tp": 2}, "dp_shard=4.* tp=2.* multiple of 8"),
     ):
         raises(ValueError, words, Mesh.create, MeshPlan(dp_replicate=1, **sizes), CPU, COMM)

@@ -129,9 +129,9 @@ def test_one_host_without_gpus_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_invalid_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for device, gpus, told in (
-        ("cuda:1", 1, "device='cuda:1', but 1 GPUs are visible to rank 0"),
-        ("cuda:99", 8, "device='cuda:99', but 8 GPUs"),
-        ("cuda", 0, "device='cuda', but 0 GPUs"),
+        ("cuda:1", 1, "device='cuda:1', but the number of GPUs that are visible to rank 0 is 1"),
+        ("cuda:99", 8, "device='cuda:99', but the number of GPUs that are visible to rank 0 is 8"),
+        ("cuda", 0, "device='cuda', but the number of GPUs that are visible to rank 0 is 0"),
         ("gpu", 1, "device='gpu': give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'"),
         ("meta", 0, "device='meta': give 'cpu'"),
         (["cuda"], 1, r"device=\['cuda'\]: give 'cpu'"),
