@@ -37,7 +37,7 @@ def device_of_rank(device_type: str) -> torch.device:
 
 @functools.cache
 def _make_work_spaces(device: torch.device) -> None:
-    """Allocate cuBLAS's work spaces, for this thread and autograd's, since tests read the allocator: up to 32 MiB
+    """Allocate cuBLAS's workspaces, for this thread and autograd's, since tests read the allocator: up to 32 MiB
     each.
     """
     for dtype in (torch.float32, torch.bfloat16):

@@ -153,7 +153,7 @@ def train_stack(plan: Plan, device_type: str) -> Traced:
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_auto_matches_a_fixed_placement_on_the_host(pool: RankPool, device_type: str, update: str) -> None:
-    """Both plans keep parameters and state on the host, so that the same kernels run whatever the capacity is."""
+    """Both plans keep parameters and state on the host, so that the same kernels run for any capacity."""
     base = zero(3).but(prefetch=1, update=update)
     fixed = pool.run(train_stack, tiered(base, *HOST, None), device_type, timeout=240.0)
     roomy = pool.run(train_stack, auto(base, 100 * LAYER), device_type, timeout=240.0)

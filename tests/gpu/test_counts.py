@@ -192,7 +192,7 @@ def test_uploads_overlap_with_compute(one_rank: RankPool, prefetch: int) -> None
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("same_order", [None, False])
 def test_nccl_gathers_overlap_with_compute(two_ranks: RankPool, same_order: bool | None) -> None:
-    """Also if ranks agree on each gather, which is the default."""
+    """Gathers overlap also if ranks agree on each of them, which is the default."""
     plan = replace(zero(3), tiers=on_device()).but(same_order=same_order, prefetch=1)
     # Exposed are the first gathers of both passes and the last reductions.
     assert max(two_ranks.run(shown, plan, timeout=120.0)) <= 4

@@ -118,7 +118,7 @@ def test_torchrun_with_one_process(device_type: str) -> None:
 
 
 def test_without_a_gpu_the_cpu_is_used() -> None:
-    """If no GPU is visible, the CPU is used without a warning, whatever the launcher started."""
+    """If no GPU is visible, the CPU is used without a warning, with and without a launcher."""
     for environment in ({"CUDA_VISIBLE_DEVICES": ""}, launched(3, 8, "")):
         words, _ = started(["-c", NO_WARNING.format(CHOOSE)], environment)
         assert words[-1] == "cpu"

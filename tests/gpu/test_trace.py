@@ -29,7 +29,7 @@ def check_trace(stepped: bool) -> None:
         if updates:
             optimizer.step()
 
-    step(updates=True)  # work spaces and optimizer state exist from here on
+    step(updates=True)  # workspaces and optimizer state exist from here on
     optimizer.zero_grad()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

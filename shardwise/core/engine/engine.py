@@ -13,7 +13,7 @@ from shardwise.core.base.torch_internals import makes_cuda_graphs
 from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.build_fingerprint import describe_build
 from shardwise.core.checks.guards import Guards, check_shardable
-from shardwise.core.comm import collectively
+from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.allocation import Storage
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.memory_usage import Accounts
@@ -219,8 +219,10 @@ def _make_shards(
         ValueError: on every rank, if one cannot shard the model, or ranks have different arguments.
     """
 
-    compared = lambda: describe_build(model, optimizers, plan, partition.every)  # noqa: E731
-    with collectively(mesh.mesh_group, "sharding the model", "Nothing was sharded.", describe=compared):
+    def describe() -> Description:
+        return describe_build(model, optimizers, plan, partition.every)
+
+    with collectively(mesh.mesh_group, "sharding the model", "Nothing was sharded.", describe=describe):
         whole_tensor_optimizers = [index for index, each in enumerate(optimizers) if needs_whole_tensors(each)]
         check_quantized(model)
         check_shardable(model)

@@ -202,7 +202,6 @@ class TileUpdates:
         self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
         self._params_on_disk = [tile for tile in in_memory if tile.chunk.source.tier is Tier.DISK]
         """Tiles with state in memory and parameters on a disk."""
-        self._updates_early = plan.grad.update == "backward"
         self.stepper = TileStepper(optimizer, self.tiles, shards.name, storage.upload_slots)
         self._tells = self.stepper.foreign or index in shards.whole_tensor_optimizers
         """Whether a step may raise on one rank alone without a disk."""
@@ -212,7 +211,7 @@ class TileUpdates:
         self.moved = False
         disk = plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
-        if self._updates_early:  # backward comes from the last chunk to the first
+        if plan.grad.update == "backward":  # backward comes from the last chunk to the first
             # The expected order of the first step; later steps follow the previous one (TileVisits).
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
@@ -283,7 +282,8 @@ class TileUpdates:
 
         Source: Gemini's ``gpu_margin_mem_ratio`` and ZeRO-Offload++'s twin flow: their updates then run on the device.
         """
-        storage, early, self.moved = self._shards.storage, self._updates_early, True
+        storage, self.moved = self._shards.storage, True
+        early = self._shards.plan.grad.update == "backward"
         grads_of = {each.spec.index: each for each in self._grads}
         moved = 0
         for index, positions in self.positions.items():

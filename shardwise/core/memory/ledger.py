@@ -80,6 +80,10 @@ class Ledger:
         """Return the current bytes by kind."""
         return {kind: ask() for kind, ask in self._holders.items()}
 
+    def model_bytes_by_kind(self) -> dict[str, int]:
+        """Return the current bytes of all kinds except :data:`NON_MODEL`, without kinds that have none."""
+        return {kind: size for kind, size in self.bytes_by_kind().items() if kind != NON_MODEL and size}
+
     def model_bytes(self) -> int:
         """Return the bytes of all kinds except :data:`NON_MODEL`."""
         return sum(ask() for kind, ask in self._holders.items() if kind != NON_MODEL)

@@ -15,14 +15,7 @@ import torch
 
 from shardwise.core.base.torch_internals import current_graph_task
 from shardwise.core.memory.ledger import Ledger
-from shardwise.core.memory.trace.stats import (
-    NON_MODEL,
-    MemoryRecorder,
-    MemStats,
-    Phase,
-    margin_bytes,
-    model_budget_bytes,
-)
+from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Phase, margin_bytes, model_budget_bytes
 from shardwise.core.memory.trace.tracker import make_tracker
 from shardwise.core.shards.gather import ChunkPool
 from shardwise.core.shards.gather_hooks import in_backward
@@ -158,7 +151,7 @@ class MemoryMeter:
             DeviceMemoryError: with it, the device's capacity is exceeded.
         """
         if self._recorder is not None and self._pool.in_training:
-            kinds = {kind: size for kind, size in self._ledger.bytes_by_kind().items() if kind != NON_MODEL and size}
+            kinds = self._ledger.model_bytes_by_kind()
             phase: Phase = "backward" if in_backward() else "forward"
             self._recorder.moment(unit, self._pool.units[unit].title, phase, sum(kinds.values()), kinds)
         self._ledger.require(0, "the forward or backward pass")

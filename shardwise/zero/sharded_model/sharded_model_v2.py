@@ -19,7 +19,7 @@ from shardwise.core.base.device import numbered, runtime
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.core.memory.trace.picture import dump_memory_stats
-from shardwise.core.memory.trace.stats import NO_UNIT, NON_MODEL, MemStats, Moment
+from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.session import Session, build
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
@@ -223,7 +223,7 @@ def _trace(session: Session) -> MemStats | None:
     """Return the trace; if nothing is gathered, a trace with only the peak."""
     stats, ledger = session.memory_so_far(), session.ledger
     if stats is None and ledger.peak_bytes:
-        kinds = {kind: size for kind, size in ledger.bytes_by_kind().items() if kind != NON_MODEL and size}
+        kinds = ledger.model_bytes_by_kind()
         model_bytes = min(sum(kinds.values()), ledger.peak_bytes)
         peak = Moment(NO_UNIT, "the highest moment", "step", model_bytes, ledger.peak_bytes - model_bytes, kinds)
         stats = MemStats([peak], str(ledger.device), ledger.capacity_bytes, {})

@@ -527,7 +527,7 @@ def test_fused_lamb_matches_its_formula(inside: bool, corrected: bool, bounds: t
     zero.grad = torch.ones(2)
     unbounded = lamb([zero], lr=0.1, bias_correction=False, min_coeff=2.0)
     unbounded.step()
-    assert unbounded.get_lamb_coeffs() == [1.0]  # 1 if a norm is 0, whatever the bounds
+    assert unbounded.get_lamb_coeffs() == [1.0]  # 1 if a norm is 0, for any bounds
     raises(ValueError, r"max_grad_norm=1\.0: give gradient_clipping", lambda: lamb([zero], max_grad_norm=1.0))
     raises(RuntimeError, "amsgrad=True", lambda: lamb([zero], amsgrad=True))
 

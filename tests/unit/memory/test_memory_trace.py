@@ -61,7 +61,7 @@ def test_trace_of_an_mlp() -> None:
     assert stats.moments[-1].kinds == {"parameters": parameters, "gradients": parameters}
     assert stats.capacity_bytes == 10**6 and stats.device == "cpu"
     assert stats.gathered_bytes == {0: 0, 1: weights[0] + weights[1], 2: 0, 3: weights[2] + weights[3]}
-    # At the end only the batch and the scalar loss remain besides model data.
+    # At the end only the batch and the scalar loss remain in addition to model data.
     assert stats.moments[-1].non_model_bytes <= batch + F32 + hidden + weights[0]
 
 

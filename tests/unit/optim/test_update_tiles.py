@@ -3,7 +3,7 @@
 - ``plan_tiles`` covers each element of a shard once, in order, by param group, in tiles of a limited length.
 - Small tiles are stepped in one call, and the results equal those of separate calls.
 - A tile is stepped without the hooks of the user's optimizer, and the optimizer is unchanged afterwards.
-- No optimizer changes the reduced gradients, whatever its kernel and options.
+- No optimizer changes the reduced gradients, for any kernel and options.
 """
 
 import inspect

@@ -119,7 +119,7 @@ def test_heads_are_divided_in_groups(heads: int, kv_heads: int, ranks: int) -> N
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_number_of_parameters_of_a_rank(ranks: int) -> None:
-    """With as many key as query heads everything but norms is divided, and the vocabulary is padded."""
+    """If there are as many key heads as query heads, all but the norms is sharded; the vocabulary is padded."""
     config = decoder("Llama", num_attention_heads=4, num_key_value_heads=4, intermediate_size=24, hidden_size=32)
     model = transformers.LlamaForCausalLM(config)
     tp_plan = cut_model(model, axis(ranks), PLAN)
