@@ -44,7 +44,7 @@ def test_mesh_without_torch_distributed_has_one_rank() -> None:
     assert (mesh.rank, mesh.size, mesh.shard.size, mesh.replicate.size, mesh.device_mesh) == (0, 1, 1, 1, None)
     assert mesh.traffic() == dict.fromkeys(mesh.world.traffic.bytes, 0)
     mesh.close()
-    raises(ValueError, "multiple of 2 ranks, but there are 1", lambda: create(2, 1))
+    raises(ValueError, "multiple of 2 ranks, but the number of ranks is 1", lambda: create(2, 1))
 
 
 def grid(dp_shard: int, dp_replicate: int, shared_memory: bool | None) -> list[object]:

@@ -66,7 +66,7 @@ def test_group_is_split_by_the_plan() -> None:
     mesh.close()
     number, part = join([[0, 2, 3], [1]])
     if number == 0:
-        raises(ValueError, "a multiple of 2 ranks, but there are 3", lambda: create(part, 2))
+        raises(ValueError, "a multiple of 2 ranks, but the number of ranks is 3", lambda: create(part, 2))
 
 
 # ---- errors
