@@ -26,16 +26,7 @@ PROSE = re.compile(
     re.IGNORECASE,
 )
 """Words of docstrings, comments, error messages and pages."""
-LEFT_NAMES = {
-    "alike": 2,
-    "draws": 2,
-    "found": 1,
-    "given": 1,
-    "held": 6,
-    "kept": 3,
-    "others": 2,
-    "whole": 7,
-}
+LEFT_NAMES: dict[str, int] = {}
 LEFT_PROSE = {
     "alike": 4,
     "beside": 2,
