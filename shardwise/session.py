@@ -455,7 +455,8 @@ def _optimizers_of(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
             example = f"{each.__name__}(model.parameters())"
             raise TypeError(f"optimizer={each.__name__} is a class; give an instance: {example}")
         if isinstance(each, torch.Tensor):
-            raise TypeError("optimizer= is a list of tensors; give an optimizer of them: AdamW(model.parameters())")
+            shape = tuple(each.shape)
+            raise TypeError(f"optimizer=[tensor of shape {shape}, ...]; give an optimizer: AdamW(model.parameters())")
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(f"optimizer={short_repr(each)} is not a torch.optim.Optimizer; give one, several or None")
         if sharded_of(each) is not None:

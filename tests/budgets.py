@@ -12,11 +12,12 @@ SLACK = 100
 
 @dataclass(frozen=True)
 class Budget:
-    """Of the packages ``rooms`` together.
+    """The budget of one part of the package.
 
     Attributes:
-        lines: of code, at most. It only falls.
-        goal: to come to.
+        lines: the largest number of lines of code. It only falls.
+        goal: the number of lines that the part is meant to have in the end.
+        rooms: the packages of the part.
     """
 
     lines: int
@@ -29,27 +30,27 @@ def _of(lines: int, goal: int, rooms: str) -> Budget:
 
 
 REST = "base, plan, session"
-"""The part of all rooms that are in no other."""
+"""The part of all packages that are in no other part."""
 TESTS = "tests"
 BUDGETS = {
-    REST: _of(2630, 2300, ""),
+    REST: _of(2510, 2300, ""),
     "comm, mesh": _of(3210, 3220, "comm mesh"),
-    "memory, deferred, optim": _of(4560, 4390, "memory deferred optim"),
+    "memory, deferred, optim": _of(4460, 4390, "memory deferred optim"),
     "parallel": _of(4780, 4900, "parallel"),
-    "shards": _of(1960, 1780, "shards"),
-    "grads": _of(1530, 1650, "grads"),
-    "update, engine, checks": _of(6320, 5610, "update engine checks"),
+    "shards": _of(1940, 1780, "shards"),
+    "grads": _of(1520, 1650, "grads"),
+    "update, engine, checks": _of(6220, 5610, "update engine checks"),
     "checkpoint": _of(6860, 6900, "checkpoint"),
-    "booster": _of(2650, 2500, "booster"),
+    "booster": _of(2570, 2500, "booster"),
     "lightning, fabric": _of(
-        2500, 2550, "strategies lightning pytorch_lightning lightning_colossalai fabric lightning_fabric"
+        2480, 2550, "strategies lightning pytorch_lightning lightning_colossalai fabric lightning_fabric"
     ),
-    "deepspeed": _of(3470, 3650, "deepspeed"),
-    "colossalai, zero, nn, shardformer": _of(2120, 2050, "colossalai zero nn shardformer"),
-    "huggingface, pytorch, late": _of(1160, 1150, "huggingface pytorch late"),
-    "compat, port": _of(490, 250, "compat"),
-    "cli, testing": _of(2170, 2230, "cli testing"),
-    TESTS: _of(52080, 52000, ""),
+    "deepspeed": _of(3340, 3650, "deepspeed"),
+    "colossalai, zero, nn, shardformer": _of(2110, 2050, "colossalai zero nn shardformer"),
+    "huggingface, pytorch, late": _of(1140, 1150, "huggingface pytorch late"),
+    "compat, port": _of(460, 250, "compat"),
+    "cli, testing": _of(2150, 2230, "cli testing"),
+    TESTS: _of(51810, 52000, ""),
 }
 
 

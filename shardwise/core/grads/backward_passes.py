@@ -176,9 +176,9 @@ class BackwardPasses:
                 )
             return
         raise RuntimeError(
-            "Loss scaling is required: loss.backward() was called under a loss scale. Call backward(loss) of the "
-            "session (or of the optimizer, engine or booster), which scales the loss. If gradients only flow through "
-            "this model to another one, set requires_grad=False on its parameters"
+            f"Loss scaling is required: loss.backward() was called under a loss scale (scaled={self.scaled}). Call "
+            "backward(loss) of the optimizer, or of the object that made it, which scales the loss. If gradients only "
+            "flow through this model to another one, set requires_grad=False on its parameters"
         )
 
     def fail(self, before: int) -> None:

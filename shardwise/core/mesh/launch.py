@@ -50,12 +50,12 @@ class LaunchFacts:
     """
 
     launched: bool
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    restart_count: int
-    run_id: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart_count: int = 0
+    run_id: str = "none"
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> LaunchFacts:
@@ -68,20 +68,15 @@ class LaunchFacts:
         """
         variables = os.environ if environment is None else environment
         if "RANK" not in variables and "WORLD_SIZE" not in variables:
-            return cls(
-                launched=False, rank=0, world_size=1, local_rank=0, local_world_size=1, restart_count=0, run_id="none"
-            )
+            return cls(launched=False)
         rank, world_size = _number(variables, "RANK", None), _number(variables, "WORLD_SIZE", None)
         own, together = _from_slurm(variables, rank) or (rank, world_size)
         local_rank = _number(variables, "LOCAL_RANK", own)
         local_world_size = _number(variables, "LOCAL_WORLD_SIZE", together)
-        for name, value, limit in (
-            ("RANK", rank, world_size),
-            ("LOCAL_RANK", local_rank, local_world_size),
-        ):
+        for name, value, limit in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_world_size)):
             if not 0 <= value < limit:
-                size = name.replace("RANK", "WORLD_SIZE")
-                raise ValueError(f"{name}={value} in the environment is not in [0, {size}={limit}); {START}")
+                bounds = f"[0, {name.replace('RANK', 'WORLD_SIZE')}={limit})"
+                raise ValueError(f"{name}={value} in the environment is not in {bounds}; {START}")
         return cls(
             launched=True,
             rank=rank,
@@ -98,9 +93,7 @@ def _number(variables: Mapping[str, str], name: str, default: int | None) -> int
     if text is None:
         if default is None:
             other = "WORLD_SIZE" if name == "RANK" else "RANK"
-            raise ValueError(
-                f"{other} is set in the environment, but {name} is not; {START}, or unset {other} for one process"
-            )
+            raise ValueError(f"{other} is set in the environment, but {name} is not; {START}, or unset {other}")
         return default
     try:
         return int(text)
@@ -334,10 +327,9 @@ def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.devi
     if chosen.type != "cuda":
         return chosen
     if count == 0 or (chosen.index or 0) >= count:
-        hint = "give 'cuda' for the rank's own GPU, or 'cpu'" if count else "use 'cpu', or see 'shardwise env'"
         raise ValueError(
             f"device={str(chosen)!r}, but the number of GPUs that are visible to rank {facts.rank} is {count} "
-            f"({VISIBLE}={os.environ.get(VISIBLE)!r}); {hint}"
+            f"({VISIBLE}={os.environ.get(VISIBLE)!r}); give 'cuda' for the rank's own, or 'cpu', or see 'shardwise env'"
         )
     return chosen if chosen.index is not None else torch.device("cuda", own_index(facts.local_rank, count))
 

@@ -228,7 +228,10 @@ def test_different_meshes_raise() -> None:
     for second, words in (
         (MeshPlan(dp_shard=1, dp_replicate=2), ("rank 0: {'dp_replicate': 1, 'dp_shard': 2, ",) * 2),
         (MeshPlan(dp_shard=1, dp_replicate=2), ("rank 1: {'dp_replicate': 2, 'dp_shard': 1, ",) * 2),
-        (MeshPlan(dp_shard=3, dp_replicate=1), ("rank 1: {'dp_replicate': 1, 'dp_shard': 3, ", "needs a multiple of 3 ranks")),
+        (
+            MeshPlan(dp_shard=3, dp_replicate=1),
+            ("rank 1: {'dp_replicate': 1, 'dp_shard': 3, ", "needs a multiple of 3 ranks"),
+        ),
         (
             MeshPlan(dp_shard=3, dp_replicate=1),
             ("dp_shard=3 needs a multiple of 3 ranks, but the number of ranks is 2",) * 2,

@@ -317,7 +317,7 @@ NOT_FITTING: list[tuple[type[Exception], dict[str, Any], str]] = [
     (TypeError, {"stages": 3}, r"stages=3 is not a setting of shard\(\): did you mean 'stage'"),
     (TypeError, {"prefetch": 2}, r"prefetch=2 is not a setting .* a field of a plan; use plan=Settings"),
     (ValueError, {"precision": torch.bfloat16}, "precision=torch.bfloat16 is not known; did you mean 'bf16'"),
-    (TypeError, {"optimizer": [torch.zeros(2)]}, "optimizer= is a list of tensors; give an optimizer"),
+    (TypeError, {"optimizer": [torch.zeros(2)]}, r"optimizer=\[tensor of shape \(2,\), ...\]; give an optimizer"),
     (TypeError, {"zzz": 1}, r"zzz=1 is not a setting of shard\(\): use stage, precision"),
     (TypeError, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4 .* several times before step"),
     (TypeError, {"max_grad_norm": 1.0}, r"max_grad_norm=1\.0 is not .*: use max_norm=1\.0"),
