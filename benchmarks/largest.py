@@ -35,7 +35,7 @@ from benchmarks.launch import available_bytes
 from benchmarks.model import GPT, batch
 from benchmarks.table import replace_section
 from benchmarks.training import machine
-from shardwise.cli.follow import command_that_follows
+from shardwise.cli.end_with_parent import command_that_follows
 from shardwise.core.base.sizes import parse_size, size_text
 from shardwise.core.deferred import deferred_init
 from shardwise.core.memory.ledger import DeviceMemoryError

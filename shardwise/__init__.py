@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         write_single,
     )
     from shardwise.core.deferred import deferred_init
-    from shardwise.core.engine.memory_usage import MemoryReport
+    from shardwise.core.engine.memory_report import MemoryReport
     from shardwise.core.engine.module import ShardedModule
     from shardwise.core.engine.optimizer import ShardedOptimizer
     from shardwise.core.memory.disk import Medium, register_medium
@@ -116,7 +116,7 @@ _NAMES = {
     ),
     "core.parallel.pipeline": "Body known_bodies register_body",
     "core.parallel.sequence": "SequenceBody known_sequences register_sequence",
-    "core.engine.memory_usage": "MemoryReport",
+    "core.engine.memory_report": "MemoryReport",
     "core.engine.module": "ShardedModule",
     "core.engine.optimizer": "ShardedOptimizer",
     "core.memory.disk": "Medium register_medium",

@@ -25,8 +25,9 @@ from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
 from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.estimate import estimate_memory
 from shardwise.core.engine.full_values import full_gradients, full_values
-from shardwise.core.engine.memory_usage import MemoryReport, estimate_memory
+from shardwise.core.engine.memory_report import MemoryReport
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.one_parameter import OneParameter
 from shardwise.core.engine.optimizer import ShardedOptimizer, sharded_of
@@ -444,19 +445,16 @@ def _optimizers_of(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
         TypeError, ValueError: see :func:`build`.
     """
     if not isinstance(model, nn.Module):
-        hint = ", an instance and not the class" * isinstance(model, type)
-        raise TypeError(f"model={short_repr(model)} is not a torch.nn.Module; give one{hint}")
+        raise TypeError(f"model={short_repr(model)} is not a torch.nn.Module; give an instance, not the class")
     if optimizer is None:
         return []
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, str)
     optimizers: list[Any] = list(optimizer) if several else [optimizer]
     for each in optimizers:
         if isinstance(each, type):
-            example = f"{each.__name__}(model.parameters())"
-            raise TypeError(f"optimizer={each.__name__} is a class; give an instance: {example}")
+            raise TypeError(f"optimizer={each.__name__} is a class: give {each.__name__}(model.parameters())")
         if isinstance(each, torch.Tensor):
-            shape = tuple(each.shape)
-            raise TypeError(f"optimizer=[tensor of shape {shape}, ...]; give an optimizer: AdamW(model.parameters())")
+            raise TypeError(f"optimizer=[{type(each).__name__}, ...]: give an optimizer, AdamW(model.parameters())")
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(f"optimizer={short_repr(each)} is not a torch.optim.Optimizer; give one, several or None")
         if sharded_of(each) is not None:
@@ -627,10 +625,9 @@ def shard(
     names = [each.name for each in fields(Settings)]
     for name, value in settings.items():
         if name not in names:
-            hint = did_you_mean(name, names, f"use {', '.join(names)}, or a plan for everything else")
-            if parts_with(name):
-                hint = f"it is a field of a plan; use plan=Settings(...).plan().but({name}=...)"
-            hint = ELSEWHERE.get(name, hint)
+            near = did_you_mean(name, names, f"use {', '.join(names)}, or a plan for everything else")
+            in_plan = f"it is a field of a plan; use plan=Settings(...).plan().but({name}=...)"
+            hint = ELSEWHERE.get(name, in_plan if parts_with(name) else near)
             raise TypeError(f"{name}={value!r:.80} is not a setting of shard(): {hint}")
     if plan is not None and settings:
         raise ValueError(

@@ -31,7 +31,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("core.checkpoint",),
     ("session",),
     ("compat", "metrics"),
-    ("late",),  # a session that is built on demand
+    ("late_session",),  # a session that is built on demand
     ("shardformer",),  # configurations and policies, which plugins of the Booster accept
     ("booster", "zero", "deepspeed", "nn"),
     ("strategies",),  # Lightning's strategies for both of its packages; they translate as the front-ends do
@@ -94,7 +94,8 @@ PUBLISHED_MODULES = {f"{PACKAGE}.zero.sharded_model.utils"}
 
 SMALL = 100
 # Small modules that one module of their folder imports: programs, subcommands and published paths.
-SMALL_MODULES = {f"{PACKAGE}.{name}" for name in ("cli.as_world", "cli.follow", "cli.schedule", "deepspeed.hardware")}
+SMALL_MODULES = {f"{PACKAGE}.cli.{name}" for name in ("run_as_library", "end_with_parent", "schedule")}
+SMALL_MODULES |= {f"{PACKAGE}.deepspeed.hardware"}
 
 
 Checker = Callable[[Source], list[str]]
@@ -336,12 +337,9 @@ def single_users(sources: list[Source]) -> set[str]:
     for source in sources:
         for _, target in imports(source):
             users.get(target, set()).add(source.name)
-    small = {source.name for source in sources if len(source.text.splitlines()) < SMALL}
-    return {
-        name
-        for name, (user, *more) in ((name, [*users[name], ""]) for name in small)
-        if not any(more) and user.rpartition(".")[0] == name.rpartition(".")[0]
-    }
+    small = [source.name for source in sources if len(source.text.splitlines()) < SMALL]
+    alone = [name for name in small if len(users[name]) == 1]
+    return {name for name in alone if {user.rpartition(".")[0] for user in users[name]} == {name.rpartition(".")[0]}}
 
 
 def test_a_small_module_with_one_user_is_part_of_it() -> None:

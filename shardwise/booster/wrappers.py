@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 from shardwise.core.base.module_wrapper import ModeOfModule, attribute_of
 from shardwise.core.base.validate import check_tensor
 from shardwise.core.optim.state_form import check_full_state
-from shardwise.late import OptimizerFacade
+from shardwise.late_session import OptimizerFacade
 from shardwise.session import Session, ShardedModule, ShardedOptimizer
 
 

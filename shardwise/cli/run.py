@@ -11,7 +11,7 @@ two hosts:
 
 # torchrun runs inside this process. It starts every rank in its own session, so Ctrl-C reaches only the launcher, which
 # passes the signal on, waits up to 30 seconds for the ranks to end, and then kills them. If the launcher itself is
-# killed, the system kills the ranks (shardwise.cli.follow).
+# killed, the system kills the ranks (shardwise.cli.end_with_parent).
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.end_with_parent import command_that_follows
 from shardwise.cli.errors import BadInput, option
-from shardwise.cli.follow import command_that_follows
 from shardwise.cli.parser import texts
 from shardwise.compat.import_hooks import REPLACEABLE
 from shardwise.core.base.validate import MOST_RANKS, integer
@@ -239,7 +239,7 @@ def program(options: argparse.Namespace) -> list[str]:
     own = [options.script, *options.arguments]
     if not options.world:
         return own
-    from shardwise.cli.as_world import MODULE
+    from shardwise.cli.run_as_library import MODULE
 
     return [MODULE, options.world, *(["-m"] if options.module else []), *own]
 

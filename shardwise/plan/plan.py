@@ -510,8 +510,8 @@ class Plan:
             require(cast is None or cast in (torch.float32, *HALF_DTYPES), f"{where}: dtype={dtype!r}: give 'bfloat16'")
             base = replicated(cast) if stage == 0 else zero(stage, cast)
         for name in entries.keys() - cls.__dataclass_fields__.keys():
-            parts = parts_with(name)
-            require(not parts, f"{where}: {name!r} is a field of {' and '.join(parts)}; write it there")
+            for part in parts_with(name):
+                raise ValueError(f"{where}: {name!r} is a field of {part}; write it there")
         return plan_text.from_tables(cls, entries, where, base)
 
     @classmethod

@@ -13,7 +13,7 @@ from shardwise.core.base.validate import check_type
 from shardwise.core.comm import GroupMaker, LocalGroup, Members, ranks_of
 from shardwise.core.parallel.tensor import Axis, cut_model
 from shardwise.plan import TensorPlan
-from shardwise.shardformer.changes import changed_model, kernels_of
+from shardwise.shardformer.model_optimizations import changed_model, kernels_of
 from shardwise.shardformer.policies import Policy, PolicyArchitecture
 from shardwise.shardformer.shard_config import ShardConfig
 

@@ -1,7 +1,7 @@
 """The base class of the strategies for Fabric, with one session per model, and checkpoints of Fabric programs.
 
 ``setup(model, *optimizers)`` shards at once. After ``setup_module(model)``, ``setup_optimizers`` may follow, so the
-model is sharded at its first use; see :mod:`shardwise.late`.
+model is sharded at its first use; see :mod:`shardwise.late_session`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.save import agree
 from shardwise.core.deferred import deferred_init
-from shardwise.late import LateModule, LateOptimizer, LateSession
+from shardwise.late_session import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.strategies.checkpoint_entries import pack, unpack

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.late import ModuleFacade, OptimizerFacade
+from shardwise.late_session import ModuleFacade, OptimizerFacade
 from shardwise.session import Session, ShardedOptimizer
 
 

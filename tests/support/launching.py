@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from shardwise.cli.follow import command_that_follows, end_with
+from shardwise.cli.end_with_parent import command_that_follows, end_with
 from shardwise.testing import pool
 from tests.launcher_variables import without_launcher
 

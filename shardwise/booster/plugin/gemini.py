@@ -40,7 +40,7 @@ from shardwise.plan import (
     TierPlan,
 )
 from shardwise.plan.scaler_arguments import scaler_plan
-from shardwise.shardformer.changes import changed_model, kernels_of
+from shardwise.shardformer.model_optimizations import changed_model, kernels_of
 
 DEFAULT_HIDDEN_DIM = 1024
 STATIC_FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")

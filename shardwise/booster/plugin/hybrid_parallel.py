@@ -25,7 +25,7 @@ from shardwise.core.base.validate import MOST_BYTES, integer, refuse, short_repr
 from shardwise.plan import ByNumel, MeshPlan, PipelinePlan, Plan, ShardPlan, TensorPlan
 from shardwise.plan.scaler_arguments import scaler_plan
 from shardwise.shardformer import GradientCheckpointConfig, Policy
-from shardwise.shardformer.changes import StageDivision, changed_model, kernels_of
+from shardwise.shardformer.model_optimizations import StageDivision, changed_model, kernels_of
 from shardwise.shardformer.policies import PolicyArchitecture
 
 STYLES = ("1f1b", "interleaved", "zbv")

@@ -1,7 +1,8 @@
 """Make a foreign library's name mean our package in child processes of a program (``shardwise run --as``).
 
-Python imports this module before anything else, because :mod:`shardwise.cli.as_world` adds its folder to PYTHONPATH: in
-spawned processes of ``multiprocessing``, in data loader workers, and in any Python that inherits the environment.
+Python imports this module before anything else, because :mod:`shardwise.cli.run_as_library` adds its folder to
+PYTHONPATH: in spawned processes of ``multiprocessing``, in data loader workers, and in any Python that inherits the
+environment.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from shardwise.core.checks.param_groups import same_value
 from shardwise.core.engine.checkpoint_state import Stored
 from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
 from shardwise.core.parallel.tensor import Part
-from shardwise.core.parallel.tensor.order import full_runs, read_part
+from shardwise.core.parallel.tensor.stored_order import full_runs, read_part
 
 LoadPart = Literal["all", "model", "optimizer"]
 

@@ -32,7 +32,7 @@ from shardwise.core.checkpoint.input_checks import (
 )
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
 from shardwise.core.engine.checkpoint_state import Fragment
-from shardwise.core.parallel.tensor.order import StoredCut
+from shardwise.core.parallel.tensor.stored_order import StoredCut
 
 FORMAT, VERSION = "shardwise checkpoint", 1
 VERSION_OF_CUTS = 2

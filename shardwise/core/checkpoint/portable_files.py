@@ -27,7 +27,7 @@ from shardwise.core.checkpoint.save import agree, describe_optimizers, merge_opt
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo, describe, dtype_name
 from shardwise.core.checkpoint.training_run import LocalState, Ranks, Run
 from shardwise.core.engine.checkpoint_state import Fragment, FragmentPlan
-from shardwise.core.parallel.tensor.order import StoredCut, read_logical
+from shardwise.core.parallel.tensor.stored_order import StoredCut, read_logical
 
 Write = Callable[[CheckpointSource], object]
 Part = Literal["model", "optimizer"]

@@ -35,7 +35,7 @@ from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, 
 from shardwise.core.checkpoint.training_run import LocalState, Run, RunOptimizer
 from shardwise.core.engine.checkpoint_state import Fragment, TensorShape, split
 from shardwise.core.optim.nested_state import flat
-from shardwise.core.parallel.tensor.order import StoredCut
+from shardwise.core.parallel.tensor.stored_order import StoredCut
 
 SHOWN = 8  # ranks in a message
 PATIENCE_S = 2.0

@@ -17,7 +17,7 @@ from shardwise.core.comm.gloo import GlooGroup
 from shardwise.core.comm.group import Group
 from shardwise.core.comm.link import P2PChannel
 from shardwise.core.comm.local import LocalGroup
-from shardwise.core.comm.mapping import MappingError, Method, host_facts
+from shardwise.core.comm.mapped_memory import MappingError, Method, host_facts
 from shardwise.core.comm.members import Members, check_equal, make_room, unbound
 from shardwise.core.comm.native import NativeGroup
 from shardwise.core.comm.release import destroy, let_go_with

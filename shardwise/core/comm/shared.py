@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.core.comm.control import Control, encode
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
-from shardwise.core.comm.mapping import (
+from shardwise.core.comm.mapped_memory import (
     LINE_BYTES,
     LINE_WORDS,
     MappingError,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.group import Buffer, Group, Handle
-from shardwise.core.comm.mapping import LINE_WORDS
+from shardwise.core.comm.mapped_memory import LINE_WORDS
 
 if TYPE_CHECKING:
     from shardwise.core.comm.shared import SharedGroup

@@ -23,7 +23,7 @@ from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.parallel.tensor import Part
-from shardwise.core.parallel.tensor.order import StoredCut, own_runs
+from shardwise.core.parallel.tensor.stored_order import StoredCut, own_runs
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ParamInfo
 from shardwise.core.update.disk_tiles import is_element_wise

@@ -16,7 +16,7 @@ from shardwise.core.checks.guards import Guards, check_shardable
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.allocation import Storage
 from shardwise.core.engine.gradients import Gradients
-from shardwise.core.engine.memory_usage import Accounts
+from shardwise.core.engine.memory_report import Accounts
 from shardwise.core.engine.model_hooks import ModelHooks
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.optimizer import ShardedOptimizer

@@ -15,7 +15,7 @@ from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.engine.full_values import full_buffers_and_extra, full_values, state_names
 from shardwise.core.engine.load_state_dict import load_full
-from shardwise.core.engine.memory_usage import MemoryReport
+from shardwise.core.engine.memory_report import MemoryReport
 from shardwise.core.engine.model_hooks import ModelHooks
 from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.memory.trace.stats import MemStats
@@ -60,8 +60,7 @@ class ShardedModule(TransparentModule):
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
-            hooks = self.sharded_hooks.hooks
-            if hooks is not None:
+            if (hooks := self.sharded_hooks.hooks) is not None:
                 hooks.unwind()
                 hooks.explain(error)
             raise
@@ -134,8 +133,7 @@ class ShardedModule(TransparentModule):
 
     def memory_stats(self) -> MemStats | None:
         """Return the memory trace of the last training step; ``None`` before one, or without a device capacity."""
-        meter = self.sharded_values.meter
-        return meter.stats if meter is not None else None
+        return None if (meter := self.sharded_values.meter) is None else meter.stats
 
     def _state_names(self) -> StateNames:
         return state_names(self.sharded_values.shards, self.sharded_values.guards.state_dicts)

@@ -517,7 +517,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._values.guards.check_open(call)
         if clips and self._shards.plan.grad.update == "backward":
             raise RuntimeError(
-                f"{call} with update={self._shards.plan.grad.update!r}: gradients are used before their norm is known; "
+                f"{call} with update={self._shards.plan.grad.update!r}: gradients are used before they can be clipped; "
                 "use update='step'"
             )
 
@@ -580,16 +580,19 @@ def first_non_finite(states: Iterable[ChunkGrads], facts: Sequence[ParamInfo], m
         facts: of the parameters, by index.
         mesh: the ranks.
     """
-    bad = [len(facts)]
+    checks = dict[torch.device, list[tuple[int, torch.Tensor]]]()
     for state in states:
-        reduced = state.reduced
-        if reduced is None or torch.isfinite(reduced).all():  # few reads from a device, for any number of parameters
+        if (reduced := state.reduced) is None:
             continue
         for slot in state.spec.slots:
             start, end = (at - state.chunk.shard_start for at in state.chunk.overlap(slot))
-            if start < end and not torch.isfinite(reduced[start:end]).all():
-                bad.append(slot.param)
-    first = int(mesh.shard.summarize([float(min(bad))], "which gradient is not finite").least[0])
+            if start < end:
+                checks.setdefault(reduced.device, []).append((slot.param, torch.isfinite(reduced[start:end]).all()))
+    bad = [float(len(facts))]
+    for own in checks.values():  # one read for each device, for any number of parameters
+        flags = torch.stack([finite for _, finite in own]).tolist()
+        bad += [float(param) for (param, _), finite in zip(own, flags, strict=True) if not finite]
+    first = int(mesh.shard.summarize([min(bad)], "which gradient is not finite").least[0])
     if first < len(facts):
         return facts[first].names[0]
     elsewhere = ", or of one on another model-parallel rank" if mesh.model_parallel is not None else ""

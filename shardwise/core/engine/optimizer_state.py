@@ -31,7 +31,7 @@ from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.core.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.core.optim.whole_tensors import counted
-from shardwise.core.parallel.tensor.order import extract_part
+from shardwise.core.parallel.tensor.stored_order import extract_part
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ParamSpan
 from shardwise.core.update.tiles import ParamShard

@@ -18,7 +18,7 @@ from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import point
 from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.comm import PeerError, collectively
-from shardwise.core.engine.memory_usage import Accounts
+from shardwise.core.engine.memory_report import Accounts
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.memory.disk.errors import DiskError

@@ -22,7 +22,7 @@ from shardwise.core.base.validate import check_type, short_repr
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import UNREACHED, PeerError
 from shardwise.core.mesh.device_assignment import RankDevice, decide, own_index
-from shardwise.core.mesh.listeners import INTERFACE, Listener, check_listeners, own_listener
+from shardwise.core.mesh.gloo_addresses import INTERFACE, Listener, check_listeners, own_listener
 
 # Long enough for a slow checkpoint, short enough to not keep ranks waiting half an hour (torch's timeout) for a lost
 # one.

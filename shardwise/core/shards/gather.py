@@ -599,7 +599,7 @@ class ChunkPool:
         return affordable
 
     def _peers_fit(self, units: Iterable[int], own: Sequence[int]) -> bool:
-        """Whether there is room to gather each of ``others``, one at a time, together with all of ``own``."""
+        """Whether there is room to gather each of ``units``, one at a time, together with all of ``own``."""
 
         def missing() -> int:
             return max((self._missing_bytes(self._absent_chunks([*own, unit])) for unit in units), default=0)

@@ -26,7 +26,7 @@ from shardwise.core.checkpoint.schedulers import fitting_state, write_lr_schedul
 from shardwise.core.checkpoint.torch_training_run import TorchRun
 from shardwise.core.checkpoint.training_run import as_run
 from shardwise.core.parallel.tensor import ShardSpec
-from shardwise.core.parallel.tensor.order import StoredCut
+from shardwise.core.parallel.tensor.stored_order import StoredCut
 from shardwise.plan import zero
 from shardwise.session import build
 from tests.faults.small import Small

@@ -30,7 +30,7 @@ from shardwise.core.parallel import float8
 from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.core.parallel.tensor import parts_of
 from shardwise.shardformer import GradientCheckpointConfig, ShardConfig, ShardFormer
-from shardwise.shardformer.changes import FusedRmsNorm, Kernels, changed_model
+from shardwise.shardformer.model_optimizations import FusedRmsNorm, Kernels, changed_model
 from shardwise.testing import assert_close
 from tests.support.hybrid_setup import LENGTH, POLICIES, VOCABULARY, Texts, made
 from tests.support.on_ranks import everywhere, on_ranks

@@ -155,7 +155,15 @@ def test_launched_program_trains_as_a_plain_one(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(LAUNCH_PROGRAM)
     (tmp_path / "ds.json").write_text(FILE)
     given = ["--use_deepspeed", "--num_processes", "2", "--deepspeed_config_file", "ds.json"]
-    command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", "-m", "accelerate.commands.launch", *given]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise.cli.run_as_library",
+        "deepspeed",
+        "-m",
+        "accelerate.commands.launch",
+        *given,
+    ]
     environment = {
         name: value for name, value in without_launcher(os.environ).items() if not name.startswith("ACCELERATE_")
     }

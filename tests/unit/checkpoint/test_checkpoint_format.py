@@ -26,7 +26,7 @@ from shardwise.core.checkpoint.formats.native import NativeSource, verify, write
 from shardwise.core.checkpoint.native_format import MANIFEST, Head, Manifest, PieceLayout
 from shardwise.core.engine.checkpoint_state import Fragment, split
 from shardwise.core.parallel.tensor import Part, ShardSpec
-from shardwise.core.parallel.tensor.order import StoredCut, own_runs
+from shardwise.core.parallel.tensor.stored_order import StoredCut, own_runs
 from shardwise.plan import replicated
 from shardwise.session import Session, build
 from tests.support.on_ranks import raises

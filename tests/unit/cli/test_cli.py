@@ -22,7 +22,7 @@ from shardwise.cli.main import _parser, main
 from shardwise.cli.run import launch
 from shardwise.core.checkpoint.formats import write_single
 from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
-from shardwise.core.comm.mapping import start_time
+from shardwise.core.comm.mapped_memory import start_time
 from shardwise.core.memory.trace.stats import MemStats, Moment
 from tests.support.launching import SECONDS, Forked, finished, forked, started, written
 from tests.support.on_ranks import raises
@@ -194,13 +194,13 @@ def test_run_replaces_a_library(whole: bool, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(OURS)
     for start in ([str(program)], ["-m", "program"]):
-        command = ["-m", "shardwise.cli.as_world", "deepspeed", *start, "a", "-m"]
+        command = ["-m", "shardwise.cli.run_as_library", "deepspeed", *start, "a", "-m"]
         shown = runs(*command, cwd=tmp_path, env=surroundings(tmp_path))
         assert shown.stdout.split(maxsplit=3) == ["shardwise.deepspeed", "0.19.8", "3", "['a', '-m']\n"], shown
     program.write_text(TOO_LATE)
     shown = runs(str(program))
     assert shown.returncode == 1 and "deepspeed is imported already" in shown.stderr
-    shown = runs("-m", "shardwise.cli.as_world", "horovod", "x")
+    shown = runs("-m", "shardwise.cli.run_as_library", "horovod", "x")
     assert shown.returncode == 2 and "give one of colossalai, deepspeed" in shown.stderr
 
 

@@ -24,9 +24,9 @@ from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.core.comm import PeerError
-from shardwise.core.mesh import LaunchFacts, Mesh, default_device, launch, listeners
+from shardwise.core.mesh import LaunchFacts, Mesh, default_device, gloo_addresses, launch
 from shardwise.core.mesh.device_assignment import decide
-from shardwise.core.mesh.listeners import Listener, check_listeners, own_listener
+from shardwise.core.mesh.gloo_addresses import Listener, check_listeners, own_listener
 from shardwise.plan import MeshPlan, replicated, zero
 from shardwise.session import build
 from shardwise.strategies import sessions
@@ -338,7 +338,7 @@ def test_reachable_addresses_are_accepted() -> None:
 
 
 def test_gloo_interface_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(gloo_addresses.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     assert own_listener(0, "eth0").address is None and own_listener(0, "lo, eth0").interfaces == ["eth0"]
     message = r"GLOO_SOCKET_IFNAME='eth7', but .* has no network interface 'eth7': it has lo, eth0; set it"
     raises(ValueError, message, lambda: own_listener(0, "eth7"))

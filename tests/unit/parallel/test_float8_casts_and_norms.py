@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.core.engine.mixed_precision import cast_floats, map_tensors
 from shardwise.core.parallel import float8
 from shardwise.core.parallel.float8 import GRADIENTS, VALUES, Scaled, linear, multiply_in_8_bits, product, scaled
-from shardwise.shardformer import ShardConfig, changes
-from shardwise.shardformer.changes import Kernels, changed_model, kernels_of
+from shardwise.shardformer import ShardConfig, model_optimizations
+from shardwise.shardformer.model_optimizations import Kernels, changed_model, kernels_of
 from tests.support.tensor_cases import decoder
 
 SIZES = ((7, 5, 3), (1, 1, 1), (16, 32, 48), (33, 17, 40))
@@ -236,7 +236,7 @@ T5 = T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_st
 def fused(model: nn.Module) -> list[str]:
     """Fuse the norms of the model and return the names of those that were replaced."""
     with changed_model(model, Kernels(norms=True), None):
-        return [name for name, module in model.named_modules() if isinstance(module, changes.FusedRmsNorm)]
+        return [name for name, module in model.named_modules() if isinstance(module, model_optimizations.FusedRmsNorm)]
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import shardwise.core.parallel.tensor.order as order
+import shardwise.core.parallel.tensor.stored_order as order
 from shardwise.core.base.rng import RankRng
 from shardwise.core.parallel import tensor
 from shardwise.core.parallel.tensor import Architecture, Axis, ShardSpec, cut_model, propose_architecture
-from shardwise.core.parallel.tensor.order import StoredCut, full_runs, own_runs, read_logical, read_part
-from shardwise.core.parallel.tensor.rules import _is_causal
+from shardwise.core.parallel.tensor.known_models import TABLES
+from shardwise.core.parallel.tensor.module_rules import _is_causal
 from shardwise.core.parallel.tensor.shard_spec import Heads, Part, shares
-from shardwise.core.parallel.tensor.tables import TABLES
+from shardwise.core.parallel.tensor.stored_order import StoredCut, full_runs, own_runs, read_logical, read_part
 from shardwise.plan import TensorPlan
 from tests.support.on_ranks import raises
 from tests.support.tensor_cases import CASES, decoder

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.core.grads.chunk_grads import REDUCTION, Reduction
-from shardwise.core.mesh.listeners import Listener, check_listeners
+from shardwise.core.mesh.gloo_addresses import Listener, check_listeners
 from shardwise.core.shards.chunk import RESIDENCY, Residency
 
 yaml = pytest.importorskip("yaml", reason="the extra hf brings PyYAML")

@@ -19,7 +19,7 @@ from shardwise.plan import TensorPlan
 from shardwise.shardformer import GradientCheckpointConfig, ModulePolicyDescription, Policy, ShardConfig, layer
 from shardwise.shardformer import PipelineGradientCheckpointConfig as OfStages
 from shardwise.shardformer import SubModuleReplacementDescription as Replacement
-from shardwise.shardformer.changes import Kernels, StageDivision, changed_model
+from shardwise.shardformer.model_optimizations import Kernels, StageDivision, changed_model
 from shardwise.shardformer.policies import PolicyArchitecture
 from tests.support.on_ranks import raises
 

@@ -42,7 +42,7 @@ from shardwise.core.checkpoint.native_format import (
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 from shardwise.core.engine.checkpoint_state import Fragment, split
 from shardwise.core.parallel.tensor import Part as TensorPart
-from shardwise.core.parallel.tensor.order import read_logical, read_part
+from shardwise.core.parallel.tensor.stored_order import read_logical, read_part
 
 CACHED_PIECES = 4  # partly read pieces, of which the next part is usually read soon
 MOST_CACHED = 64

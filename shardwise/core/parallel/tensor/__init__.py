@@ -13,8 +13,7 @@ from shardwise.core.parallel.tensor.architecture import (
 )
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.loss import vocabulary_cross_entropy
-from shardwise.core.parallel.tensor.rng import RngAlignment
-from shardwise.core.parallel.tensor.rules import (
+from shardwise.core.parallel.tensor.module_rules import (
     Attention,
     Either,
     Embedding,
@@ -26,6 +25,7 @@ from shardwise.core.parallel.tensor.rules import (
     Router,
     Unused,
 )
+from shardwise.core.parallel.tensor.rng import RngAlignment
 from shardwise.core.parallel.tensor.shard_spec import Part, ShardSpec
 from shardwise.core.parallel.tensor.tp_plan import ModuleRules, Rule, TPPlan, parts_of
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from shardwise.core.base.validate import UnknownModelError
 from shardwise.core.parallel.tensor.axis import Axis
-from shardwise.core.parallel.tensor.rules import Attention, Embedding, Experts, Head, Mlp
+from shardwise.core.parallel.tensor.known_models import TABLES
+from shardwise.core.parallel.tensor.module_rules import Attention, Embedding, Experts, Head, Mlp
 from shardwise.core.parallel.tensor.sequence import Sequences, lists_of_layers
-from shardwise.core.parallel.tensor.tables import TABLES
 from shardwise.core.parallel.tensor.tp_plan import ModuleRules, Rule, TPPlan
 from shardwise.plan import TensorPlan
 

@@ -1,4 +1,4 @@
-"""``python follow.py PID COMMAND ...``: run a command that ends when process PID, its parent, ends.
+"""``python end_with_parent.py PID COMMAND ...``: run a command that ends when process PID, its parent, ends.
 
 A killed launcher cannot end its ranks. On Linux the system does it (the parent-death signal, which an exec keeps). On
 other systems this process stays as the command's parent and checks every second. It runs as a file in a separate

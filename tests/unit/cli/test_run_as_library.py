@@ -1,4 +1,4 @@
-"""Tests of ``shardwise.cli.as_world``, which runs a program with shardwise in place of another library.
+"""Tests of ``shardwise.cli.run_as_library``, which runs a program with shardwise in place of another library.
 
 Child processes and argument parsers of the program work. Names of ColossalAI and Lightning that do not exist here
 raise an error with advice that works.
@@ -16,7 +16,7 @@ import shardwise.fabric
 import shardwise.lightning
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
-from shardwise.cli import as_world
+from shardwise.cli import run_as_library
 from shardwise.deepspeed.logs import LOG
 from tests.support.on_ranks import raises
 from tests.support.program_setup import python, surroundings
@@ -48,7 +48,7 @@ def test_child_processes_use_shardwise(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(CHILDREN)
     # The site's own sitecustomize must still run.
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.own_site = 'own'\n")
-    command = ["-m", "shardwise.cli.as_world", "colossalai", "program.py"]
+    command = ["-m", "shardwise.cli.run_as_library", "colossalai", "program.py"]
     shown = python(*command, cwd=tmp_path, env=surroundings(tmp_path))
     assert shown.returncode == 0, shown.stderr
     spawned, started = shown.stdout.splitlines()[:2]
@@ -56,7 +56,7 @@ def test_child_processes_use_shardwise(tmp_path: Path) -> None:
     assert started.startswith("shardwise.colossalai 0.5.0 own ") and "children" not in started
 
     # A child that cannot install the names exits, because it would use another library than its parent.
-    broken = {"SHARDWISE_AS": "colossalai", "PYTHONPATH": str(as_world.CHILDREN)}
+    broken = {"SHARDWISE_AS": "colossalai", "PYTHONPATH": str(run_as_library.CHILDREN)}
     program = "import sys, types; sys.modules['colossalai'] = types.ModuleType('colossalai'); import sitecustomize"
     again = python("-S", "-c", program, env=surroundings(**broken))
     assert again.returncode == 1
@@ -65,7 +65,9 @@ def test_child_processes_use_shardwise(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", [["missing.py"], ["-m", "missing"]])
 def test_missing_program_prints_one_line(tmp_path: Path, program: list[str]) -> None:
-    shown = python("-m", "shardwise.cli.as_world", "deepspeed", *program, cwd=tmp_path, env=surroundings(tmp_path))
+    shown = python(
+        "-m", "shardwise.cli.run_as_library", "deepspeed", *program, cwd=tmp_path, env=surroundings(tmp_path)
+    )
     assert shown.returncode == 2 and shown.stderr.count("\n") == 1 and "missing" in shown.stderr, shown.stderr
 
 
@@ -90,7 +92,7 @@ def test_argument_parsers_get_the_local_rank(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
     monkeypatch.setattr(sys, "argv", ["program.py", *arguments])
-    as_world._give_local_rank()
+    run_as_library._give_local_rank()
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float)
     if expected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.core.parallel.tensor.rules import (
+from shardwise.core.parallel.tensor.module_rules import (
     Attention,
     Either,
     Embedding,

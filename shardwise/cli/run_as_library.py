@@ -1,4 +1,4 @@
-"""``python -m shardwise.cli.as_world deepspeed script.py ...``: run a program in which ``import deepspeed`` means ours.
+"""``python -m shardwise.cli.run_as_library deepspeed script.py``: run a program whose ``import deepspeed`` means ours.
 
 ``shardwise run --as deepspeed`` starts it on every rank; other launchers (torchrun, ``accelerate launch``) can start it
 as a module. Python processes that the program starts use our package under that name, too.
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from shardwise.compat.import_hooks import REPLACEABLE, impersonate
 
-MODULE = "shardwise.cli.as_world"
+MODULE = "shardwise.cli.run_as_library"
 CHILDREN = Path(__file__).parent / "children"
 """Folder of the ``sitecustomize`` that Python processes import before anything else."""
 LOCAL_RANK = ("--local_rank", "--local-rank")

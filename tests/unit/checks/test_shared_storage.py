@@ -1,5 +1,5 @@
-"""Tests of ``check_apart``: distinct parameters that share memory are refused; adjacent views of one buffer are
-accepted.
+"""Tests of ``check_no_shared_storage``: it refuses distinct parameters that share memory, and accepts adjacent views of
+one buffer.
 """
 
 from collections.abc import Callable
