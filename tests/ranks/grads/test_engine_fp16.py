@@ -158,4 +158,4 @@ def test_direct_backward_under_a_scale_is_an_error(name: str) -> None:
     with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), PLANS[name]) as session:
         for _ in range(2):
             loss = session.module(*inputs(False, session.mesh.rank))
-            raises(RuntimeError, r"call backward\(loss\) of the optimizer", loss.backward)
+            raises(RuntimeError, r"Call backward\(loss\) of the optimizer", loss.backward)
