@@ -1,12 +1,13 @@
 """Fine-tune a Hugging Face causal language model at ZeRO-3: ``shardwise run --nproc 2 examples/finetune.py``.
 
 Without ``--model`` it trains a small Llama with random weights, so it runs anywhere and downloads nothing. The text is
-the Python language reference that Python itself contains. Start it again to resume.
+the Python language reference that Python itself contains, or that of ``--text``. Start it again to resume.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -23,10 +24,14 @@ from transformers import (
 
 import shardwise
 
+HELD_OUT = 64
+"""Sequences at the end of the text that are not trained on."""
+
 
 def options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", help="folder of a model and its tokenizer; default: a small random Llama")
+    parser.add_argument("--text", help="file of training text; default: Python's language reference")
     parser.add_argument("--runs", default="runs", help="folder of checkpoints")
     parser.add_argument("--export", default="tuned", help="folder of the trained model")
     parser.add_argument("--lora", action="store_true", help="train LoRA adapters only")
@@ -83,11 +88,14 @@ def main(argv: list[str] | None = None) -> list[float]:
     first = dist.get_rank() == 0
 
     # 1. Data: tokenize, and hold the last sequences out.
-    text = "\n".join(topics[name] for name in sorted(topics))[:400_000]
+    reference = "\n".join(topics[name] for name in sorted(topics))[:400_000]
+    text = Path(args.text).read_text("utf-8") if args.text else reference
     model, tokenizer = load(args, text)
     data = Sequences(tokenizer(text, return_tensors="pt")["input_ids"][0], args.length)
+    if len(data) < args.sequences + HELD_OUT:
+        raise SystemExit(f"the text has {len(data)} sequences: fewer than --sequences and {HELD_OUT} to test on")
     train_data = torch.utils.data.Subset(data, range(args.sequences))
-    held_out = torch.utils.data.Subset(data, range(len(data) - 64, len(data)))
+    held_out = torch.utils.data.Subset(data, range(len(data) - HELD_OUT, len(data)))
 
     # 2. Model: adapters and activation checkpointing come before sharding.
     if args.lora:
@@ -111,6 +119,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     # 4. Resume from the newest complete checkpoint, if there is one.
     restored = session.checkpoints.load(args.runs, "auto", lr_schedulers=[scheduler])
     start = restored.data_position["epoch"] if restored else 0
+    if first and start >= args.epochs:
+        print(f"{args.runs} has {start} trained epochs of {args.epochs}: nothing to train")
     losses = [evaluate(session, test_loader, device)]
 
     # 5. Train.

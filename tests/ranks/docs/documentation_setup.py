@@ -281,7 +281,12 @@ def _trainer(names: Names) -> None:
     from tests.support.huggingface_setup import arguments, gpt2, rows
 
     options = {"eval_strategy": "no", "save_strategy": "no", "num_train_epochs": 1}
-    names.update(model=gpt2(), args=arguments("trained", 4, **options), data=rows()[:8])
+    names.update(model=gpt2(), args=arguments("trained", 4, **options), data=rows()[:8], dataset=rows()[:8])
+
+
+def _trains_and_closes(names: Names) -> None:
+    names["trainer"].train()
+    names.pop("trainer").accelerator.close()
 
 
 def _lightning(names: Names) -> None:
@@ -328,6 +333,7 @@ PAGES: dict[str, list[Block]] = {
     "README.md": [
         *shown("it installs; the tests run in what `make dev` installed", "pip install ."),
         *shown("tests/ranks/docs/test_examples.py runs both sides of it", "import torch"),
+        Block("from shardwise.huggingface", before=_trainer, after=_trains_and_closes),
         Block("import shardwise.deepspeed", before=_configuration, after=lambda names: names["engine"].destroy()),
         Block("import lightning.pytorch as pl", instead=(("devices=4", f"{CPU}, logger=False"),)),
         Block("from shardwise.booster import Booster", before=_training),
@@ -390,8 +396,10 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/native.md": [
         Block("import torch", before=hybrid_pages.language),
+        Block("session = shardwise.shard(model, optimizer, stage=3", before=hybrid_pages.accumulating),
+        Block("session.module.eval()", before=hybrid_pages.evaluating, after=hybrid_pages.generated),
         *shown("a table, whose form tests/unit/memory/test_ledger_and_placement.py compares", "chunks"),
-        Block("session = shardwise.shard", before=hybrid_pages.staged),
+        Block("session = shardwise.shard(model, torch", before=hybrid_pages.staged),
         Block("from shardwise.session", before=hybrid_pages.planned, after=hybrid_pages.ended),
         Block("from shardwise.plan import TensorPlan"),
         Block('plan = Settings(stage=3, precision="bf16")', before=hybrid_pages.language, after=hybrid_pages.read),

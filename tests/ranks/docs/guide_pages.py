@@ -132,7 +132,7 @@ GUIDE: dict[str, list[Block]] = {
     ],
     "docs/installation.md": [
         *shown("it installs; make venv does the same into .venv", "pip install .", "pip install torch"),
-        Block("$ shardwise env", how="shell"),
+        Block("shardwise env", how="shell"),
         *shown(FINETUNE, STARTS),
         *shown("it needs Docker", "docker build"),
     ],
@@ -141,7 +141,7 @@ GUIDE: dict[str, list[Block]] = {
         Block("session = shardwise.shard(", before=_given, after=_trained),
     ],
     "docs/finetune.md": [
-        *shown(FINETUNE, STARTS, *EXCERPTS, f"{STARTS} --lora"),
+        *shown(FINETUNE, STARTS, STARTS.replace("2", "8"), *EXCERPTS, f"{STARTS} --lora"),
     ],
     "docs/multi-node.md": [
         *shown(CLUSTER, "shardwise run --nproc 8", "torchrun --nnodes 2", "shardwise run --nnodes 2"),

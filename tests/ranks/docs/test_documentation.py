@@ -84,7 +84,7 @@ def run_page(page: str) -> list[str]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
-        if page == "docs/huggingface.md":
+        if page in ("README.md", "docs/huggingface.md"):
             from tests.support.huggingface_setup import launched
 
             stack.enter_context(launched())
@@ -117,7 +117,7 @@ def _close(what: Any) -> None:
 
 @pytest.mark.parametrize("page", _rows(_has("run"), QUICK))
 def test_python_runs_as_it_is_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if page == "docs/huggingface.md":
+    if page in ("README.md", "docs/huggingface.md"):
         pytest.importorskip("accelerate")
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

@@ -212,12 +212,21 @@ def _finetuned(*options: str) -> list[float]:
     return main(["--sequences", "64", *options])
 
 
+def _all_epochs_trained() -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        losses = _finetuned("--text", "text.txt")
+    return len(losses), out.getvalue()
+
+
 def test_finetune_learns_resumes_and_exports() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     first, _ = run_ranks(RANKS, _finetuned, "--epochs", "1", timeout=300.0)
     again, _ = run_ranks(RANKS, _finetuned, timeout=300.0)
     assert first[1] < first[0] - 0.1 and again[0] == pytest.approx(first[1], abs=1e-3) and len(again) == 2
+    Path("text.txt").write_text("Each rank reads its own part of the text. " * 2000, "utf-8")
+    (evaluations, shown), (_, other) = run_ranks(RANKS, _all_epochs_trained, timeout=300.0)
+    assert evaluations == 1 and other == "" and shown == "runs has 2 trained epochs of 2: nothing to train\n"
     tokens = AutoTokenizer.from_pretrained("tuned")("The statement", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         assert AutoModelForCausalLM.from_pretrained("tuned")(tokens).logits.isfinite().all()
