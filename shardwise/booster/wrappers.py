@@ -225,6 +225,11 @@ class BoostedOptimizer(ShardedOptimizer):
         """Return the user's optimizer."""
         return self.optimizer
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters in the groups, in order."""
+        return [param for group in self.param_groups for param in group["params"]]
+
 
 def give_names(session: Session) -> None:
     """Add these methods to the model and the optimizers of a session, which stay the same objects."""

@@ -16,6 +16,7 @@ import argparse
 import importlib
 import json
 import os
+from functools import partial
 from typing import Any
 
 from shardwise.cli.errors import BadInput, option
@@ -26,6 +27,7 @@ from shardwise.core.base.validate import MOST_RANKS, integer
 
 KINDS = ("parameters", "gradients", "masters", "optimizer state", "buffers", "total")
 TIERS = ("device", "host", "disk")
+EXPLAINED = (ValueError, TypeError, NotImplementedError)  # their messages say what to do
 NOT_ESTIMATED = {
     "pp": "estimate a function that returns the modules of one stage, with the ranks of that stage as --ranks",
     "replicas": "estimate the ranks of one copy: leave --replicas out and divide --ranks by it",
@@ -72,8 +74,9 @@ def main(options: argparse.Namespace) -> int:
         option("--rank", integer, options.rank, 0, plan.mesh.resolve(options.ranks).dp_shard - 1)
         model = _model(options.model)
         built = model, make_optimizer(options.optimizer, model), plan
-        by_tier = estimate_memory(*built, options.ranks, options.rank, options.device)
-    except (ValueError, TypeError, NotImplementedError) as problem:
+        run = partial(estimate_memory, *built, options.ranks, options.rank, options.device)
+        by_tier = guarded("the estimate", run, *EXPLAINED)
+    except EXPLAINED as problem:
         raise BadInput(str(problem)) from None
     print(json.dumps(by_tier, indent=2) if options.json else _table(by_tier, model))
     return 0
@@ -122,7 +125,7 @@ def _model(target: str) -> Any:
     if os.path.exists(target):
         return guarded(f"creating the model of {target}", build)
     try:
-        return build()
+        return guarded(f"creating the model of {target}", build, OSError, *EXPLAINED)
     except OSError:
         raise BadInput(f"{target}: no such folder, and no cached model of the hub; give one of the two") from None
 

@@ -62,11 +62,19 @@ class Accelerator:
         """Return the number of visible GPUs; 1 on the CPU."""
         return visible_gpus()
 
-    def synchronize(self, device: torch.device | int | None = None) -> None:
+    def synchronize(self, device: torch.device | int | str | None = None) -> None:
         """Wait for the work of the device."""
         if device is None:
             device = self.get_current_device()
-        synchronize(torch.device(self.name, device) if isinstance(device, int) else device)
+        synchronize(torch.device(self.name, device) if isinstance(device, int) else torch.device(device))
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """Return the state of the device's generator."""
+        return torch.cuda.get_rng_state("cuda" if device is None else device)
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+        """Set the state of the device's generator."""
+        torch.cuda.set_rng_state(new_state, "cuda" if device is None else device)
 
     def autocast(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
         """Return ``torch.amp.autocast`` for this device."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -386,7 +387,8 @@ def process_memory() -> tuple[int, int]:
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
         fields = dict(line.split(":", 1) for line in file)
     now, peak = (int(fields.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
-    return now * 1024, (peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)
+    return now * 1024, (peak or own) * 1024
 
 
 def allocator_bytes(device: torch.device) -> tuple[int, int]:

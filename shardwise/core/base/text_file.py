@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 
@@ -12,7 +13,7 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written; the previous one is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         temporary.write_text(text, "utf-8")
         os.replace(temporary, path)

@@ -66,7 +66,10 @@ def test_models_that_cannot_be_sharded() -> None:
     assert found.startswith("LlamaForCausalLM cannot be cut over 8 ranks: model.layers.0.self_attn (LlamaAttention): ")
     assert "6 attention heads are fewer than 8 ranks; cut over 6 ranks at most" in found
     found = message(nn.Sequential(nn.Linear(4, 4)), 2)
-    assert "Sequential cannot be cut: it has no module of a known architecture (bert, bloom, " in found
+    assert (
+        "Sequential cannot be cut: it has no module of a known architecture" in found
+        and "Known: bert, bloom, " in found
+    )
     assert "register_architecture(" in found and "CONTRIBUTING.md" in found
     asked = "propose_architecture(model)"
     assert asked not in found and asked in message(transformers.GraniteForCausalLM(decoder("Granite")), 2)
