@@ -54,7 +54,10 @@ def _on_the_disk(names: Names) -> None:
 
 
 MEMORY: dict[str, list[Block]] = {
-    "docs/disk.md": [Block("session = shardwise.shard(model", before=_deep, after=_on_the_disk)],
+    "docs/disk.md": [
+        Block("session = shardwise.shard(model", before=_deep, after=_on_the_disk),
+        Block("from shardwise.nn.optimizer import HybridAdam", before=_deep),
+    ],
     "docs/inside/disk.md": [*shown("a picture of files", "<directory>/")],
     "docs/offload.md": [
         Block("session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
