@@ -5,8 +5,9 @@ examples:
   shardwise checkpoint convert runs/step-1000 llama --to huggingface
   shardwise checkpoint verify runs/step-1000
 
-`shardwise checkpoint ACTION --help` has the options of an action. Under a launcher only rank 0 works. Nothing in a
-checkpoint is executed: of pickles only tensors and plain containers are read.
+`shardwise checkpoint ACTION --help` has the options of an action. Under a launcher only rank 0 does the
+work; other ranks exit. No code in a checkpoint is executed: from pickle files only tensors and plain containers are
+read.
 """
 
 from __future__ import annotations
@@ -222,7 +223,8 @@ def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename:
             action="append",
             default=[],
             metavar="OLD=NEW",
-            help="OLD is a name or a regular expression, up to the last '='; may be repeated",
+            help="read tensors named OLD under the name NEW; OLD is a name or a regular expression, up to the last '=';"
+            " may be repeated",
         )
 
 

@@ -39,7 +39,7 @@ class LoadPlan:
         part: compare (and then load) everything, or only the model, or only the optimizers.
 
     Raises:
-        ValueError: names or shapes do not fit; the message lists all of them.
+        ValueError: names or shapes do not fit. The message has up to six missing and six unexpected names.
     """
 
     def __init__(self, source: CheckpointSource, local_state: LocalState, strict: bool, part: LoadPart = "all") -> None:
@@ -78,9 +78,10 @@ class LoadPlan:
     def _refuse(self, refused: list[str], strict: bool) -> None:
         ours = "optimizer" if self.part == "optimizer" else "model"
         lists = [("missing from the checkpoint", self.missing), (f"not in the {ours}", self.unexpected)]
-        lines = [f"{what}: {', '.join(names)}" for what, names in lists if names and strict]
+        lines = [f"{what}: {shortened(names)}" for what, names in lists if names and strict]
         listed = "\n  ".join([*lines, *refused, *self._wrong])
-        advice = "" if self._wrong else "\npass strict=False to load what fits"
+        advice = "\nuse another directory if this is the checkpoint of another model"
+        advice += "" if self._wrong else "; strict=False loads what fits"
         raise ValueError(printable(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}"))
 
     @property
@@ -664,8 +665,7 @@ def _has_arrays(record: Mapping[str, Any], name: str) -> bool:
 def _sentence(name: str, change: _Change, by_rows: bool) -> str:
     there, here = change.there[0], change.here[0]
     what = {"keep": "keep the values that they have", "zero": "are zero", "mean": "are the mean of the others"}
-    left = f"the last {there - here} are dropped"
-    rows = f"the {here - there} new ones {what[change.how]}" if here > there else left
+    rows = f"the {here - there} new ones {what[change.how]}" if here > there else f"the last {there - here} are dropped"
     state = ", their optimizer state is zero" if here > there else ""
     state = state if by_rows else ", its optimizer state, which is not element-wise, is dropped"
     return f"{name}: {there} rows in the checkpoint, {here} in the model: {rows}{state}"

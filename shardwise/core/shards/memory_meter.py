@@ -142,7 +142,7 @@ class MemoryMeter:
             self._uses.add(use)
             self._ledger.expire()
         if self._recorder is not None and self._pool.in_training:
-            self.check("before the next unit")
+            self.check("before the next unit was gathered")
 
     def after_use(self, unit: int) -> None:
         """Record the use of a unit that can be read now.
