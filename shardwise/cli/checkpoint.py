@@ -50,7 +50,7 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     """Write ``source`` as the options say.
 
     Raises:
-        CheckpointError, OSError, ValueError, TypeError: it cannot be written; nothing is left half-written.
+        CheckpointError, OSError, ValueError, TypeError: the target cannot be written; no half-written file is left.
     """
     from shardwise.core.checkpoint.formats import write_checkpoint
 
