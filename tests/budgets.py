@@ -50,7 +50,7 @@ BUDGETS = {
     "huggingface, pytorch, late_session": _of(1140, 1150, "huggingface pytorch late_session"),
     "compat, port": _of(470, 250, "compat"),
     "cli, testing": _of(2150, 2230, "cli testing"),
-    TESTS: _of(51810, 52000, ""),
+    TESTS: _of(51870, 52000, ""),
 }
 
 

@@ -144,7 +144,7 @@ def test_gemini_arguments_make_the_plan(plugin: type[Plugin], given: dict[str, A
     ("plugin", "given"),
     [(LowLevelZeroPlugin, given) for given in (
         {"stage": 3}, {"precision": "fp64"}, {"reduce_bucket_size_in_m": 0}, {"max_norm": -1.0},
-        {"growth_factor": 1}, {"update": "never"},
+        {"growth_factor": 1}, {"update": "never"}, {"communication_dtype": torch.int8},
     )] + [(GeminiPlugin, given) for given in (
         {"placement_policy": "cuda"}, {"precision": "fp64"}, {"shard_param_frac": 1.5},
         {"gpu_margin_mem_ratio": math.nan}, {"device_memory": "64 sheep"}, {"max_prefetch": -1},

@@ -63,6 +63,28 @@ def test_child_processes_use_shardwise(tmp_path: Path) -> None:
     assert "SHARDWISE_AS='colossalai': colossalai is" in again.stderr
 
 
+THREADS = """
+import sys, threading
+from shardwise.compat.import_hooks import impersonate
+
+def read():
+    while "deepspeed" not in sys.modules and "shardwise.deepspeed" not in sys.modules:
+        pass
+    from deepspeed import initialize
+
+impersonate("deepspeed")
+thread = threading.Thread(target=read)
+thread.start()
+import deepspeed
+thread.join()
+"""
+
+
+def test_thread_that_imports_the_library_meanwhile() -> None:
+    shown = python("-c", THREADS)
+    assert shown.returncode == 0 and "ImportError" not in shown.stderr, shown.stderr
+
+
 @pytest.mark.parametrize("program", [["missing.py"], ["-m", "missing"]])
 def test_missing_program_prints_one_line(tmp_path: Path, program: list[str]) -> None:
     shown = python(
