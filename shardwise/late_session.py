@@ -90,7 +90,7 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     @property
     def _current(self) -> Any:
-        """What answers for attributes, without building anything."""
+        """The optimizer that has the attributes now. Reading it builds nothing."""
         return self._target
 
     @property
@@ -121,7 +121,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._current.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update. Collective; skipped on all ranks if a scaled gradient is not finite on any."""
+        """Make one update. Collective. All ranks skip it if a scaled gradient of any rank is not finite."""
         return self.target.step() if closure is None else self.target.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -33,7 +33,7 @@ class Metrics:
     All values are of this rank, and no call communicates. Rank 0 writes them.
 
     Args:
-        session: of ``shard``; ``plugin.session(model)`` of a Booster; ``engine.session`` of DeepSpeed;
+        session: the result of ``shard``; ``plugin.session(model)`` of a Booster; ``engine.session`` of DeepSpeed;
             ``strategy.session`` of Lightning; ``trainer.session`` of the Hugging Face Trainer.
         writers: functions of this module, or your own.
         every: number of steps between two records.
@@ -51,7 +51,7 @@ class Metrics:
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
-        """Count the operations of the forward and backward passes in the block as those of every step.
+        """Count the operations of the passes in the block, and assume that every step has as many.
 
         Matrix products, convolutions and attention count, and also what activation checkpointing repeats.
         """
@@ -60,11 +60,11 @@ class Metrics:
         self.flops = counter.get_total_flops()
 
     def step(self, loss: torch.Tensor | float, tokens: int = 0) -> dict[str, float]:
-        """Record a step, and return the record; an empty one between two records.
+        """Record a step, and return the record. Between two records it is empty.
 
         Args:
-            loss: of this rank.
-            tokens: of the step, over all ranks.
+            loss: the loss of this rank.
+            tokens: number of tokens of the step, over all ranks.
 
         Returns:
             ``loss``, ``lr``, ``grad_norm`` (before clipping by ``max_norm``, after clipping by a Trainer),

@@ -1,4 +1,4 @@
-"""The only composer: ``shard()`` and ``build()`` take a model, optimizers and a plan, and return a :class:`Session`."""
+"""``shard()`` and ``build()`` take a model, optimizers and a plan, and return a :class:`Session`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ class Session:
         self.pipeline = PipelineSteps(shards, engine.grads, self.optimizer) if staged else None
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
-        """Run the backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`. No optimizer: no loss scale."""
+        """Run the backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`.
+
+        Without an optimizer there is no loss scale.
+        """
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens, retain_graph)
         else:
@@ -224,13 +227,15 @@ class Session:
         return {index: tuple(own) for index, own in names.items()}
 
     def one(self, param: nn.Parameter) -> OneParameter | None:
-        """Return access to value, gradient and optimizer state of one parameter; ``None`` if it is of another
-        model."""
+        """Return access to value, gradient and optimizer state of one parameter.
+
+        Return ``None`` if the parameter belongs to another model.
+        """
         places = self._places([param])
         return OneParameter(self.values, self.engine.grads, self.optimizers, places[0]) if places else None
 
     def _places(self, params: Iterable[nn.Parameter]) -> list[int]:
-        """Return the sorted indices in :attr:`params` of those of ``params`` that are of this model."""
+        """Return the sorted indices in :attr:`params` of the ``params`` that belong to this model."""
         if self._index_of is None:
             self._index_of = {id(each): index for index, each in enumerate(self.params)}
         return sorted({self._index_of[id(param)] for param in params if id(param) in self._index_of})
@@ -252,7 +257,7 @@ class Session:
         """Check that every rank has the same ``params``. Collective.
 
         Raises:
-            ValueError: on every rank, if they differ; it says in what.
+            ValueError: the ranks have different ``params``; every rank raises, and the message has the difference.
         """
         self.values.compare(self._places(params))
 
@@ -326,7 +331,10 @@ class Session:
             self._shards.storage.store.reset_counters()
 
     def memory_stats(self) -> MemStats | None:
-        """Return the memory trace of the last training step; ``None`` before a step, or without a device capacity."""
+        """Return the memory trace of the last training step.
+
+        Return ``None`` before the first step, or without a device capacity.
+        """
         return self.module.memory_stats()
 
     def memory_so_far(self) -> MemStats | None:
@@ -386,9 +394,9 @@ def build(
 
     Args:
         model: any module: with values, on the meta device, or built under ``deferred_init()``.
-        optimizer: one, several (each parameter in at most one), or ``None``. Their ``param_groups`` keep the model's
-            parameters. Their ``zero_grad``, ``state_dict`` and ``load_state_dict`` are redirected to the session's
-            optimizers; their ``step`` and ``add_param_group`` raise an error.
+        optimizer: one optimizer, several (each parameter in at most one), or ``None``. Their ``param_groups`` keep the
+            model's parameters. Their ``zero_grad``, ``state_dict`` and ``load_state_dict`` are redirected to the
+            session's optimizers; their ``step`` and ``add_param_group`` raise an error.
         plan: see :mod:`shardwise.plan`.
         mesh: device mesh; by default it is made from ``plan.mesh`` over all ranks.
         device: device of the parameters, if no mesh is given; by default this rank's GPU if every rank has one. It
@@ -611,7 +619,8 @@ def shard(
 
     Args:
         model: any module: with values, on the meta device, or built under ``deferred_init()``.
-        optimizer: one, several (each parameter in at most one), or ``None``; any element-wise torch optimizer.
+        optimizer: one optimizer, several (each parameter in at most one), or ``None``. Any element-wise torch
+            optimizer is possible.
         plan: a plan, or the path of a TOML or JSON file with a plan, instead of ``settings``.
         device: device of the parameters; by default this rank's GPU if every rank has one.
         settings: fields of :class:`Settings`, such as ``stage=3, precision="bf16", tp=2``.

@@ -48,7 +48,7 @@ BUDGETS = {
     "deepspeed": _of(3340, 3650, "deepspeed"),
     "colossalai, zero, nn, shardformer": _of(2110, 2050, "colossalai zero nn shardformer"),
     "huggingface, pytorch, late_session": _of(1140, 1150, "huggingface pytorch late_session"),
-    "compat, port": _of(460, 250, "compat"),
+    "compat, port": _of(470, 250, "compat"),
     "cli, testing": _of(2150, 2230, "cli testing"),
     TESTS: _of(51810, 52000, ""),
 }

@@ -64,11 +64,11 @@ class Booster:
         device: device of the model without a plugin; ``None`` does not move it. A plugin chooses the device itself.
         mixed_precision: ``"fp16"``, ``"bf16"`` or a :class:`MixedPrecision`; for TorchDDPPlugin and without a plugin.
             The other plugins have their own precision.
-        plugin: one of :mod:`shardwise.booster.plugin`; ``None`` is a single process.
+        plugin: a plugin of :mod:`shardwise.booster.plugin`; ``None`` is a single process.
 
     Raises:
         NotImplementedError: ``mixed_precision`` is ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``.
-        ValueError: it is another unknown name, or ``device`` is not a device.
+        ValueError: ``mixed_precision`` is unknown for another reason, or ``device`` is not a device.
         TypeError: an argument of the wrong type.
     """
 
@@ -148,7 +148,7 @@ class Booster:
 
         Raises:
             TypeError: ``optimizer`` is not a boosted one.
-            RuntimeError: its model has pipeline stages; see :meth:`execute_pipeline`.
+            RuntimeError: the model has pipeline stages; see :meth:`execute_pipeline`.
         """
         backward = getattr(optimizer, "backward", None)
         if backward is None:
@@ -192,7 +192,7 @@ class Booster:
             ValueError: gradients are enabled and there is no optimizer, or one of another model.
             TypeError: ``data_iter`` is not an iterator.
             StopIteration: ``data_iter`` is exhausted.
-            PeerError: that of another rank is exhausted, or another rank failed.
+            PeerError: the iterator of another rank is exhausted, or another rank failed.
         """
         steps = self._runs.pipeline(model, optimizer, type(self.plugin).__name__)
         train = torch.is_grad_enabled()
@@ -440,7 +440,7 @@ class Booster:
         Raises:
             FileNotFoundError: there is no file.
             CheckpointError: on every rank, if the file is damaged or cannot be read.
-            ValueError: it is the state of another class of scheduler, or one for another number of param groups.
+            ValueError: the file has the state of another class of scheduler, or of another number of param groups.
         """
         what = f"load the lr_scheduler from {checkpoint}"
         run = self._runs.of_scheduler(lr_scheduler)
@@ -465,7 +465,7 @@ class Booster:
             directory: a directory of checkpoints.
             model: the boosted model.
             optimizer: the optimizer boosted with it. Its state is saved in any case.
-            lr_scheduler: one, or a list of them.
+            lr_scheduler: one scheduler, or a list of schedulers.
             options: see :class:`SaveOptions`.
 
         Returns:
@@ -497,7 +497,7 @@ class Booster:
             directory: a directory of checkpoints; or one checkpoint, of any format.
             model: the boosted model.
             optimizer: the optimizer boosted with it.
-            lr_scheduler: one, or a list of them, as in the save; ``None`` does not restore schedulers.
+            lr_scheduler: one scheduler or a list, as in the save; ``None`` does not restore schedulers.
             tag: name of the checkpoint; the newest by default.
             resume: ``"auto"``: load the newest complete checkpoint and report damaged ones, or return ``None`` if no
                 checkpoint exists, so that the same command starts and resumes a run.

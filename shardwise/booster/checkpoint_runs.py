@@ -28,7 +28,7 @@ def _session(boosted: object) -> Any:
     """Return the session of an object of our engine; ``None`` for objects of torch.
 
     Raises:
-        ValueError: it was not boosted.
+        ValueError: the model or optimizer was not boosted.
     """
     if not isinstance(boosted, nn.Module | torch.optim.Optimizer):
         raise TypeError(f"{short_repr(boosted)} is neither a model nor an optimizer: give what boost returned")

@@ -137,7 +137,7 @@ def adapter_writer(model: nn.Module, path: Path, use_safetensors: bool) -> Calla
 
 
 def _packing(bnb_quantization_config: Any, quantize: bool) -> Any:
-    """Return the configuration for packing base weights; ``None``: they are not packed.
+    """Return the configuration for packing base weights, or ``None`` if they are not packed.
 
     Raises:
         ImportError: bitsandbytes or accelerate is not installed.

@@ -98,7 +98,7 @@ class ScaledOptimizer(OptimizerWrapper):
         """Run ``loss.backward()``, with the loss scale.
 
         Raises:
-            RuntimeError: it would accumulate into gradients that clipping has unscaled.
+            RuntimeError: clipping has unscaled the gradients, so this pass cannot add to them.
         """
         self._check_scaled("backward")
         super().backward(self.scaler.scale(loss), *args, **kwargs)

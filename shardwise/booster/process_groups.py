@@ -48,11 +48,11 @@ class ProcessGroupMesh:
         return self._rank
 
     def size(self, dim: int | None = None) -> int | Coordinate:
-        """Return the number of ranks along an axis; ``None``: along each."""
+        """Return the number of ranks along an axis, or along each axis if ``dim`` is ``None``."""
         return self._shape if dim is None else self._shape[dim]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
-        """Return this rank's coordinate along an axis; ``None``: along each."""
+        """Return this rank's coordinate along an axis, or along each axis if ``dim`` is ``None``."""
         place = self.unravel(self._rank, self._shape)
         return place if dim is None else place[dim]
 
@@ -72,9 +72,9 @@ class ProcessGroupMesh:
         """Return the rank at coordinates in a grid.
 
         Args:
-            coord: one number per axis.
+            coord: the coordinates, one number per axis.
             shape: shape of the grid.
-            mode: for coordinates outside: ``"raise"``, ``"wrap"`` around, or ``"clip"`` to the edge.
+            mode: treatment of coordinates outside the grid: ``"raise"``, ``"wrap"`` around, or ``"clip"`` to the edge.
 
         Raises:
             ValueError: the coordinates are outside, or the mode is unknown.
@@ -111,7 +111,7 @@ class ProcessGroupMesh:
         """Create all groups along the axes. Collective over all ranks.
 
         Args:
-            axis: one, or several.
+            axis: one axis, or several.
             indices_at_axis: coordinates along it (for several, along each) that belong to a group; ``None``: all.
             backend: backend of the groups; ``None``: that of the default group.
 
@@ -146,7 +146,7 @@ class ProcessGroupMesh:
         """Return the ranks of a group that this grid created.
 
         Raises:
-            ValueError: it did not create this group.
+            ValueError: this mesh did not create the group.
         """
         for ranks, each in self._groups.items():
             if each is group:

@@ -114,7 +114,7 @@ def check_state(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> No
     """Check that ``optimizer`` can load a ``state_dict()``.
 
     Raises:
-        ValueError: it has groups of other sizes, or is the state of another class.
+        ValueError: the state has groups of other sizes, or is of another optimizer class.
     """
     if isinstance(optimizer, OptimizerWrapper):
         return  # it has its own checks
@@ -197,7 +197,7 @@ class OptimizerWrapper(OptimizerFacade):
         """Load a state that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: it is the state of another class, or its groups have other sizes.
+            ValueError: the state is of another optimizer class, or its groups have other sizes.
         """
         check_state(self.optim, state_dict)
         super().load_state_dict(state_dict)

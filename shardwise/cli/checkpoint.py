@@ -5,8 +5,9 @@ examples:
   shardwise checkpoint convert runs/step-1000 llama --to huggingface
   shardwise checkpoint verify runs/step-1000
 
-`shardwise checkpoint ACTION --help` has the options of an action. Under a launcher only rank 0 works. Nothing in a
-checkpoint is executed: of pickles only tensors and plain containers are read.
+`shardwise checkpoint ACTION --help` has the options of an action. Under a launcher only rank 0 does the
+work; other ranks exit. No code in a checkpoint is executed: from pickle files only tensors and plain containers are
+read.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     """Write ``source`` as the options say.
 
     Raises:
-        CheckpointError, OSError, ValueError, TypeError: it cannot be written; nothing is left half-written.
+        CheckpointError, OSError, ValueError, TypeError: the target cannot be written; no half-written file is left.
     """
     from shardwise.core.checkpoint.formats import write_checkpoint
 
@@ -222,7 +223,8 @@ def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename:
             action="append",
             default=[],
             metavar="OLD=NEW",
-            help="OLD is a name or a regular expression, up to the last '='; may be repeated",
+            help="read tensors named OLD under the name NEW; OLD is a name or a regular expression, up to the last '=';"
+            " may be repeated",
         )
 
 

@@ -28,7 +28,7 @@ def check_writable(path: Path) -> None:
     """Check before long work that its result can be written.
 
     Raises:
-        BadInput: it is a folder, or its folder does not exist.
+        BadInput: the path is a folder, or its folder does not exist.
     """
     with writing(path):
         if path.is_dir() or not path.parent.is_dir():
@@ -40,7 +40,7 @@ def writing(path: Path) -> Iterator[None]:
     """Turn errors of the system inside into errors that name ``path`` and no temporary file.
 
     Raises:
-        BadInput: it cannot be written.
+        BadInput: the file cannot be written.
     """
     try:
         yield

@@ -2,7 +2,8 @@
 
 MODEL is a folder with a Hugging Face config.json, the name of a cached model of the Hugging Face hub, or a function of
 a Python file or module that returns a model. The model is created on the meta device, in fp32. Options have the names
-and meanings of the settings of shardwise.shard(). Activations and gathered layers are not included.
+and meanings of the settings of shardwise.shard(), except that --offload disk stands for any directory. Activations and
+gathered layers are not included.
 
 examples:
   shardwise estimate llama/ --stage 3 --ranks 8 --offload host
@@ -52,7 +53,7 @@ def add_parser(commands: Any) -> None:
         add(f"--{name}", type=int, default=1, help=argparse.SUPPRESS)
     add("--device", choices=("cuda", "cpu"), default="cuda", help="device of the ranks")
     add("--rank", type=int, default=0, metavar="R", help="index among the ranks that shard; 0 has the most")
-    add("--json", action="store_true", help="print bytes by tier and kind as JSON")
+    add("--json", action="store_true", help="print bytes by memory (device, host, disk) and kind as JSON")
     parser.set_defaults(main=main)
 
 

@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
     """Add ``port`` to the command's subparsers."""
     parser = commands.add_parser(
         "port",
-        help="rewrite the imports of a program for ColossalAI, DeepSpeed or Lightning",
+        help="report which names of another library work here; rewrite the imports with --write",
         description="Report which names and arguments of another library work here. With --write, rewrite the imports.",
         epilog=EXAMPLES,
     )

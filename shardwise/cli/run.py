@@ -137,27 +137,27 @@ def _run(arguments: Sequence[str], script: Sequence[str]) -> int:
 RESOLVE_S = 10.0
 """Seconds until an unknown host name is an error; name service may be late if hosts start together."""
 
+NPROC = """ranks on this host: a number, gpu (one for each GPU), cpu (one for each core) or auto (gpu if there is one,
+otherwise cpu); default: one for each GPU, or 1 without GPUs"""
+NODE_RANK = """index of this host, from 0; host 0 opens the rendezvous. If it is left out, the host that has the name or
+address of --rdzv-endpoint opens it. Torch decides which ranks a host gets"""
+
 
 def add_parser(commands: Any) -> None:
     """Add ``run`` to the command's subparsers."""
     # Not abbreviated: an option of the script must not match a prefix of our options.
     parser = commands.add_parser("run", allow_abbrev=False, **texts(__doc__))
     add = parser.add_argument
-    add("--nproc", metavar="N", help="ranks on this host: a number, gpu, cpu or auto (default: one for each GPU, or 1)")
+    add("--nproc", metavar="N", help=NPROC)
     add("--max-restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure")
-    add(
-        "--as",
-        dest="world",
-        choices=REPLACEABLE,
-        help="import shardwise in place of this library, in the script and in what it imports",
-    )
+    add("--as", dest="world", choices=REPLACEABLE, help="every import of this library imports shardwise instead")
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     add("script", metavar="SCRIPT", help="a Python file; with -m a module")
     arguments = add("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script")
     arguments.required = False  # may be empty; the error about a missing script should not mention these arguments
     add = parser.add_argument_group("several hosts").add_argument
     add("--nnodes", default="1", metavar="N[:M]", help="number of hosts, or its minimum and maximum")
-    add("--node-rank", type=int, metavar="R", help="index of this host, from 0")
+    add("--node-rank", type=int, metavar="R", help=NODE_RANK)
     add("--rdzv-endpoint", metavar="HOST:PORT", help="address and port of the first host, the same on every host")
     add("--rdzv-id", metavar="NAME", help="name of the run, if several use one endpoint")
     parser.set_defaults(main=main)

@@ -95,7 +95,7 @@ class DistCoordinator:
         dist.barrier(process_group)
 
     def destroy(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Destroy the group; ``None``: the default one."""
+        """Destroy the group. ``None`` stands for the default group."""
         dist.destroy_process_group(process_group)
 
     def on_master_only(

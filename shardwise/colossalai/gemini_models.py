@@ -64,7 +64,7 @@ class GeminiDDP(ModelFront):
         extra_dp_group: ``None``, or the ranks with the same shard of other replicas.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as GeminiPlugin; groups that do not divide all ranks evenly.
+        TypeError, ValueError, NotImplementedError: see GeminiPlugin; also if groups do not divide all ranks evenly.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class GeminiDDP(ModelFront):
         """Shard the model with its optimizer. Collective.
 
         Args:
-            optimizer: a plain one.
+            optimizer: a plain torch optimizer.
             arguments: GeminiPlugin's arguments of the loss scale and clipping, and ``gpu_margin_mem_ratio``.
 
         Raises:
-            RuntimeError: it has an optimizer already.
+            RuntimeError: the model has an optimizer already.
         """
         plugin = dataclasses.replace(self.plugin, **arguments)
         self._drop_session()
@@ -170,7 +170,7 @@ class GeminiOptimizer(OptimizerFront):
     Args:
         optim: any element-wise torch optimizer over the model's parameters.
         module: the model.
-        gpu_margin_mem_ratio: as GeminiPlugin's, for ``placement_policy="auto"`` only.
+        gpu_margin_mem_ratio: see GeminiPlugin; used only with ``placement_policy="auto"``.
         initial_scale: first loss scale (fp16 only, as the next six). The default means 2**16; an explicit 2**32 is
             used.
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
@@ -182,7 +182,7 @@ class GeminiOptimizer(OptimizerFront):
 
     Raises:
         TypeError: ``module`` is not a GeminiDDP, or an unknown argument.
-        RuntimeError: it has an optimizer already.
+        RuntimeError: the model has an optimizer already.
         NotImplementedError: ``tp_group`` or ``params_info``.
     """
 

@@ -55,7 +55,7 @@ class DistributedLogger:
         """Do not log messages below ``level``.
 
         Raises:
-            ValueError: it is not the name of a level: ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``.
+            ValueError: ``level`` is not the name of a level: ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``.
         """
         self._logger.setLevel(level)
 
@@ -76,19 +76,19 @@ class DistributedLogger:
         self._logger.addHandler(handler)
 
     def info(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log on the given ranks; ``None``: on all."""
+        """Log on ``ranks``, or on all ranks if it is ``None``."""
         self._log(logging.INFO, message, ranks)
 
     def warning(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log on the given ranks; ``None``: on all."""
+        """Log on ``ranks``, or on all ranks if it is ``None``."""
         self._log(logging.WARNING, message, ranks)
 
     def debug(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log on the given ranks; ``None``: on all."""
+        """Log on ``ranks``, or on all ranks if it is ``None``."""
         self._log(logging.DEBUG, message, ranks)
 
     def error(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log on the given ranks; ``None``: on all."""
+        """Log on ``ranks``, or on all ranks if it is ``None``."""
         self._log(logging.ERROR, message, ranks)
 
     def _log(self, level: int, message: str, ranks: Sequence[int] | None) -> None:

@@ -154,7 +154,7 @@ def zero_model_wrapper(
     """Return the model for :func:`zero_optim_wrapper`: at stage 3 a :class:`GeminiDDP`, else the model itself.
 
     Args:
-        model: a plain one.
+        model: a plain torch module.
         zero_stage: 1 shards optimizer state, 2 also gradients, 3 also parameters.
         gemini_config: arguments of GeminiDDP, for stage 3.
         verbose: argument of GeminiDDP.
@@ -196,7 +196,7 @@ def zero_optim_wrapper(
 
     Args:
         model: the wrapped model.
-        optimizer: a plain one over its parameters.
+        optimizer: a plain torch optimizer over the parameters of ``model``.
         initial_scale: first loss scale (fp16 only, as the next six).
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
         norm_type: only 2.0 at stages 1 and 2.

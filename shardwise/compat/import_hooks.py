@@ -140,6 +140,7 @@ class Impersonation(MetaPathFinder, Loader):
 
     def __init__(self, foreign: str) -> None:
         self.foreign = foreign
+        self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -155,10 +156,16 @@ class Impersonation(MetaPathFinder, Loader):
             return None
         return ModuleSpec(fullname, self, origin=home, is_package=True) if there else None
 
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return our module. Otherwise other threads would get an empty one from ``sys.modules`` during the import."""
+        module = import_module(str(spec.origin))
+        self._specs[spec.name] = module.__spec__
+        return module
+
     def exec_module(self, module: ModuleType) -> None:
-        """Put our module into the place of the new one: importlib returns what ``sys.modules`` has afterwards."""
-        assert module.__spec__ is not None
-        sys.modules[module.__name__] = import_module(str(module.__spec__.origin))
+        """Restore the spec, which importlib replaced. The module has run already, under its own name."""
+        alias = module.__spec__.name if module.__spec__ is not None else ""
+        module.__spec__ = self._specs.pop(alias, module.__spec__)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """Answer ``importlib.metadata.version(...)``, with which programs check that a library is installed."""

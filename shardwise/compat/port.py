@@ -17,7 +17,7 @@ from shardwise.compat.table import ANY_NAME, Alias, AliasTable, Unsupported
 
 @dataclass(frozen=True)
 class Finding:
-    """What happens to a foreign name or argument of a program.
+    """How a name or argument of another library works here.
 
     Attributes:
         name: the full foreign name, such as ``"colossalai.booster.Booster"``; an argument has ``(argument=)`` after it.

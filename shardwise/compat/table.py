@@ -64,7 +64,7 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class Value:
-    """What to write instead of a value of an argument, unless the program has the import ``unless``."""
+    """The replacement of a value of an argument, unless the program has the import ``unless``."""
 
     instead: str
     unless: str
@@ -78,7 +78,7 @@ class AliasTable:
     """The names of one foreign library.
 
     Attributes:
-        foreign: its top package, such as ``"colossalai"``.
+        foreign: top package of the library, such as ``"colossalai"``.
         home: our package that replaces it, such as ``"shardwise.colossalai"``.
         version: the release that has these names.
         names: the names of each module, which is a path below ``foreign`` (the empty text is the top).
@@ -111,7 +111,7 @@ class AliasTable:
         return entries[ANY_NAME] if entries.keys() == {ANY_NAME} else None
 
     def find(self, path: str, name: str) -> Entry | None:
-        """Return the entry of a name of the module ``path``; ``None``: no entry, or a module."""
+        """Return the entry of a name of the module ``path``. Return ``None`` without an entry, or for a module."""
         entries = self.names.get(path, {})
         if name in entries or self._has(f"{path}.{name}".lstrip(".")):
             return entries.get(name)

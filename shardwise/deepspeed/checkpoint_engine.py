@@ -332,7 +332,7 @@ class PartRun(EngineRun):
 
         Raises:
             CheckpointError: on every rank, if the parts have different checkpoints.
-            NotImplementedError: it is a universal checkpoint, and there are several parts.
+            NotImplementedError: the checkpoint is a universal one, and the model has several parts.
         """
         own, model_axis = Path(self.directory(root)), self._session.mesh.joined
         _, places = agree(self.gather, f"find a checkpoint in {own}", lambda: [tag_directory(own, tag, latest)])

@@ -136,7 +136,7 @@ def _parsed(text: str) -> Any:
     """Return the value of a JSON text, or of an Hjson text if the package hjson is installed.
 
     Raises:
-        ValueError: it is neither, or a block has a key twice.
+        ValueError: the configuration is neither, or a block has a key twice.
     """
     try:
         return json.loads(text, object_pairs_hook=_pairs)

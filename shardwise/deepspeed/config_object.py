@@ -67,7 +67,7 @@ class DeepSpeedConfig:
 
     Args:
         config: a dict or a path; see :func:`~shardwise.deepspeed.config.load_config`.
-        mpu: as for ``initialize``; batches are divided over its data-parallel ranks.
+        mpu: the ``mpu`` of ``initialize``; batches are divided over its data-parallel ranks.
         mesh_device: not available; give ``sequence_parallel_size``.
 
     Attributes:

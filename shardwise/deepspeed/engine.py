@@ -259,7 +259,7 @@ class DeepSpeedEngine(ModeOfModule):
             route: ``"train"`` shuffles; ``loader.sampler.set_epoch(epoch)`` gives another order.
             pin_memory: see ``DataLoader``.
             data_sampler: instead of ``DistributedSampler``.
-            collate_fn: by default the one given to ``initialize``.
+            collate_fn: the collate function; by default the argument of ``initialize``.
             num_local_io_workers: worker processes.
         """
         for name, value in (("batch_size", batch_size), ("num_local_io_workers", num_local_io_workers)):
@@ -332,7 +332,7 @@ class DeepSpeedEngine(ModeOfModule):
 
         Args:
             load_dir: the ``save_dir`` of the checkpoint.
-            tag: by default the one in ``load_dir/latest``, or the newest.
+            tag: name of the checkpoint; by default the name in ``load_dir/latest``, or the newest checkpoint.
             load_module_strict: missing or unexpected names, other param groups, and another class of optimizer or
                 schedule are errors. False loads what fits by name, with one warning; shapes always have to fit.
             load_optimizer_states: load optimizer state and the loss scale.
@@ -463,7 +463,7 @@ class DeepSpeedEngine(ModeOfModule):
         """Set :meth:`is_gradient_accumulation_boundary` from now on, before the next pass.
 
         Raises:
-            AssertedError: with ``managed_gradient_accumulation=false``, where every step is a boundary.
+            AssertedError: ``managed_gradient_accumulation`` is false, so every step is a boundary.
         """
         if not self.settings["managed_gradient_accumulation"]:
             raise AssertedError(

@@ -21,7 +21,7 @@ WANDB = {"project": "project", "group": "group", "entity": "team"}
 
 
 def _csv_files(folder: Path) -> Writer:
-    """One file for each metric, as DeepSpeed writes them."""
+    """Write one CSV file for each metric, as DeepSpeed does."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(step: int, values: Mapping[str, Any]) -> None:

@@ -225,7 +225,7 @@ def _mesh(s: Settings, world_size: int) -> MeshPlan:
 
 
 def number_format(settings: Settings) -> torch.dtype | None:
-    """Return the dtype of 16-bit parameters; ``None``: parameters keep their own."""
+    """Return the dtype of 16-bit parameters, or ``None`` if parameters keep their dtypes."""
     half = torch.bfloat16 if settings["bf16.enabled"] else None
     return torch.float16 if settings["fp16.enabled"] else half
 

@@ -77,7 +77,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        CheckpointError: it is damaged or of an unknown format; or frozen parameters are excluded, and it does not name
+        CheckpointError: the checkpoint is damaged or unknown; or frozen parameters are excluded, and it does not name
             them.
     """
     source, entries, tied = _opened(checkpoint_dir, tag, exclude_frozen_parameters, torch.float32)
@@ -242,7 +242,7 @@ def write_program(directory: str | Path) -> None:
     """Write ``zero_to_fp32.py`` next to the checkpoints, as DeepSpeed does.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = Path(directory) / "zero_to_fp32.py"
     if not path.exists():

@@ -117,7 +117,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Args:
             args: models, optimizers, data loaders, schedulers; other objects are returned unchanged.
-            device_placement: for data loaders; the plan defines the device of models.
+            device_placement: whether data loaders move batches to the device; the plan defines the device of models.
 
         Raises:
             ValueError: an optimizer without its model, or of two models.
@@ -208,7 +208,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """Return the sharded optimizer.
 
         Raises:
-            ValueError: it was not prepared together with its model.
+            ValueError: the optimizer was not prepared together with its model.
         """
         if not isinstance(optimizer, PreparedOptimizer):
             raise ValueError(f"prepare() of {type(optimizer).__name__} alone: give it together with its model")
@@ -322,7 +322,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             The unscaled norm before clipping, over all ranks.
 
         Raises:
-            NotImplementedError: with a loss scale, parameters other than those of a complete model with one optimizer.
+            NotImplementedError: there is a loss scale, and ``parameters`` are not those of a model with one optimizer.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         owners, optimizer = self._owners(parameters, "clip_grad_norm_")

@@ -239,7 +239,7 @@ class ShardPlan:
     Attributes:
         packing: which parameters share a chunk.
         gathered_fraction: fraction of all parameter bytes that may stay gathered: 1.0 is ZeRO-1/2, 0.0 is ZeRO-3.
-        gathered_budget_bytes: the same limit in bytes; the larger of the two limits counts. ``None``: fraction only.
+        gathered_budget_bytes: the same limit in bytes; the larger limit counts. With ``None`` only the fraction counts.
         prefetch: number of units that are gathered ahead of their use, once the order is known. No effect with
             ``gathered_fraction=1.0`` or ``overlap=False``. Between CPU ranks of several hosts, where each gather is a
             round trip, more small units are gathered ahead, up to 16 MiB together.
@@ -378,12 +378,12 @@ class CommPlan:
 
     @property
     def weights(self) -> str | None:
-        """The format in which trained parameters are sent; ``None``: their dtype."""
+        """The format in which trained parameters are sent. ``None`` if they are sent in their own dtype."""
         return self.compress_weights or self.compress
 
     @property
     def gradients(self) -> str | None:
-        """The format in which gradients are sent; ``None``: their dtype."""
+        """The format in which gradients are sent. ``None`` if they are sent in their own dtype."""
         return self.compress_gradients or self.compress
 
     @property
@@ -494,7 +494,9 @@ class Plan:
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any], where: str = "plan") -> Plan:
-        """Return the plan of ``tables``: all parts, or ``stage`` (0 to 3), ``dtype`` and the fields that differ.
+        """Return the plan that ``tables`` describe.
+
+        The tables have all parts, or ``stage`` (0 to 3), ``dtype`` and the fields that differ from that plan.
 
         Raises:
             ValueError: an unknown or missing field, or an invalid value; the message names it and ``where``.
@@ -537,7 +539,7 @@ class Plan:
 
 
 def parts_with(field: str) -> list[str]:
-    """Return the parts of a plan that have ``field``."""
+    """Return the names of the parts of a plan that have ``field``."""
     kinds = get_type_hints(Plan)
     return [name for name in PARTS if field in kinds[name].__dataclass_fields__]
 

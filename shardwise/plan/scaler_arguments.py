@@ -24,7 +24,7 @@ class ScalerArguments:
         min_scale: the scale never falls below it.
         growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
         backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
+        growth_interval: number of steps without overflow after which the scale grows.
         hysteresis: number of overflows tolerated before the scale falls.
         max_scale: the scale never rises above it.
     """

@@ -76,7 +76,8 @@ def from_tables(kind: type[P], tables: Mapping[str, Any], where: str, base: Any 
 
     Args:
         kind: the class of the dataclass.
-        tables: as from :func:`to_tables`; ``"none"`` stands for ``None``, and ``"inf"`` for infinity.
+        tables: nested dictionaries, as from :func:`to_tables`; ``"none"`` stands for ``None``, and ``"inf"`` for
+            infinity.
         where: the file, or the file and the path in it, for errors.
         base: an object of the same class, or ``None``.
 

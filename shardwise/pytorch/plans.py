@@ -241,7 +241,7 @@ def plan_of_ddp(
     """Return the plan of ``DistributedDataParallel``: replicated parameters, gradients averaged over all ranks.
 
     Args:
-        device_ids, output_device: one device, that of this rank; another one warns.
+        device_ids, output_device: the device of this rank; another device causes a warning.
         dim: 0.
         broadcast_buffers, forward_sync_buffers: True warns: buffers are broadcast at the beginning, not in each pass.
         init_sync: ranks start from rank 0's values.

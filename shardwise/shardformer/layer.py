@@ -219,7 +219,7 @@ class LayerNorm(ParallelModule):
         """Return ``module`` unchanged.
 
         Raises:
-            TypeError: it is not a module, or an unknown argument.
+            TypeError: ``module`` is not a module, or an argument is unknown.
             NotImplementedError: an argument is not available.
         """
         check_type("module", module, nn.Module, "the layer, an nn.Module")

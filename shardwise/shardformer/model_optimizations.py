@@ -57,7 +57,7 @@ class StageDivision:
 
     Attributes:
         stages: number of stages.
-        layers: by stage; ``None``: as :func:`~shardwise.core.parallel.pipeline.layers_of_stages` does.
+        layers: number of layers by stage; ``None``: see :func:`~shardwise.core.parallel.pipeline.layers_of_stages`.
     """
 
     stages: int = 1

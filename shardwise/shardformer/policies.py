@@ -28,8 +28,8 @@ class SubModuleReplacementDescription:
 
     Attributes:
         suffix: path of the layer in the module: ``"self_attn.q_proj"``, ``"layers[0].fc"``.
-        target_module: one of :mod:`shardwise.shardformer.layer`.
-        kwargs: its arguments.
+        target_module: a class of :mod:`shardwise.shardformer.layer`.
+        kwargs: the arguments of that class.
         ignore_if_not_exist: skip it if the module has no such layer.
     """
 
@@ -62,7 +62,7 @@ class Policy(ABC):
     Attributes:
         model: the unsharded model.
         shard_config: number of ranks (``tensor_parallel_size``), and the other options.
-        is_causal: for the policy's own use.
+        is_causal: a value that only the policy itself reads.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class PolicyArchitecture:
         Raises:
             ValueError, TypeError: a layer does not exist or cannot be sharded, or the policy has no layers, or it
                 returns another model, other modules or other parameters.
-            NotImplementedError: it replaces parameters, or names an unknown layer.
+            NotImplementedError: the policy replaces parameters, or names an unknown layer.
         """
         policy = self.policy
         before = _things(model)
@@ -187,7 +187,7 @@ def _same(model: nn.Module, before: dict[str, int], process: Callable[[], nn.Mod
     """Call a policy's own step, which may read but not change the model.
 
     Raises:
-        ValueError: it changed the model.
+        ValueError: the policy changed the model.
     """
     returned = process()
     step = getattr(process, "__qualname__", repr(process))

@@ -105,7 +105,7 @@ class ShardConfig:
         make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it.
         gradient_checkpoint_config: layers that are recomputed in backward.
         fp8_communication: communicate activations between sharded layers and their gradients in 8 bits.
-        extra_kwargs: for policies; not read here.
+        extra_kwargs: values that only policies read.
     """
 
     tensor_parallel_process_group: ProcessGroup | None = None

@@ -166,7 +166,7 @@ class ColossalAI(ShardedStrategy):
             between uses. ``"cuda"``: everything stays on the device. ``"auto"``: as much stays on the device as its
             memory allows, according to a trace of the first step.
         force_outputs_fp32: cast floating outputs of a step to fp32.
-        gpu_margin_mem_ratio: for ``"auto"`` only: fraction of the free device memory that optimizer state moves into
+        gpu_margin_mem_ratio: with ``"auto"``, the fraction of the free device memory that optimizer state moves into
             after the first step.
         chunk_search_range: range of the search for a size, above ``max(min_chunk_size, largest parameter)``.
         chunk_search_n_grids: number of steps through that range.
@@ -261,8 +261,10 @@ class ColossalAI(ShardedStrategy):
     def optimizer_step(
         self, optimizer: Any, opt_idx: Any = None, closure: Any = None, model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run one step. Called as in Lightning 1.x, ``(optimizer, opt_idx, closure, model)``, or without the second
-        argument.
+        """Run one optimizer step.
+
+        The arguments are those of Lightning 1.x, ``(optimizer, opt_idx, closure, model)``, or the same without the
+        second one.
         """
         if callable(opt_idx):
             closure, model = opt_idx, closure if model is None else model
@@ -302,7 +304,7 @@ class FabricColossalAI(FabricStrategy):
             between uses. ``"cuda"``: everything stays on the device. ``"auto"``: as much stays on the device as its
             memory allows, according to a trace of the first step.
         force_outputs_fp32: cast floating outputs of a step to fp32.
-        gpu_margin_mem_ratio: for ``"auto"`` only: fraction of the free device memory that optimizer state moves into
+        gpu_margin_mem_ratio: with ``"auto"``, the fraction of the free device memory that optimizer state moves into
             after the first step.
         chunk_search_range: range of the search for a size, above ``max(min_chunk_size, largest parameter)``.
         chunk_search_n_grids: number of steps through that range.

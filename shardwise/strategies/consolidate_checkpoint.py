@@ -70,7 +70,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def single_file_content(directory: str, optimizers: bool, module_alone: bool = False) -> dict[str, Any]:
-    """Return the content for :func:`to_single_file`; ``module_alone``: without the entries of a Fabric program."""
+    """Return the content for :func:`to_single_file`.
+
+    With ``module_alone``, the entries of a Fabric program are left out.
+    """
     with open_checkpoint(directory) as source:
         facts, state = source.tensors(), source.state()
         weights = {

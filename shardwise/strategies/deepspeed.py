@@ -223,7 +223,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         The configuration's scheduler is used if the module has none; it steps after every optimizer step.
 
         Raises:
-            ValueError: one scheduler for several optimizers, or an unknown name or parameter.
+            ValueError: there is one scheduler for several optimizers, or a name or parameter is unknown.
         """
         settings = self._settings or self._read(trainer)
         name, schedule = settings["optimizer.type"], settings["scheduler.type"]
@@ -255,7 +255,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         """Run one optimizer step.
 
         Raises:
-            RuntimeError: it was skipped for overflow at the lowest loss scale.
+            RuntimeError: gradients overflowed at the lowest loss scale, so the step was skipped.
         """
         settings = self._settings
         if settings is None or not hasattr(optimizer, "scaler"):
@@ -538,7 +538,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         """Run one optimizer step.
 
         Raises:
-            RuntimeError: it was skipped for overflow at the lowest loss scale.
+            RuntimeError: gradients overflowed at the lowest loss scale, so the step was skipped.
         """
         with watched_step(getattr(optimizer, "target", optimizer), self._settings or self._read()):
             return super().optimizer_step(optimizer, **kwargs)

@@ -206,9 +206,9 @@ class TrainerFacts:
     """Values of the Trainer for keys that a configuration leaves out.
 
     Attributes:
-        accumulation: its ``accumulate_grad_batches``.
+        accumulation: ``accumulate_grad_batches`` of the Trainer.
         micro_batch: samples of a rank's batch.
-        clip: its ``gradient_clip_val`` if it clips by norm.
+        clip: ``gradient_clip_val`` of the Trainer, if the Trainer clips by norm.
         precision: Lightning's name, for example ``"16-mixed"``.
     """
 
@@ -329,7 +329,7 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
     Arguments without effect because of the number format or the stage are in the report of :func:`to_plan`.
 
     Args:
-        arguments: those of the strategy.
+        arguments: the arguments of the strategy.
         config: the DeepSpeed configuration that replaces them, or ``None``.
     """
     a = arguments
@@ -409,7 +409,7 @@ class ConfiguredByDeepSpeed:
         self.config, self._shown = copy.deepcopy(dict(tree)), copy.deepcopy(dict(tree))
 
     def _edits(self) -> dict[str, Any]:
-        """Return the user's changes of ``config`` by key; ``None``: the key was removed."""
+        """Return the user's changes of ``config`` by key. ``None`` marks a key that was removed."""
         now, shown = load_config(self.config), self._shown
         return {name: now.get(name) for name in [*now, *(shown.keys() - now)] if now.get(name) != shown.get(name)}
 

@@ -229,7 +229,7 @@ class FabricStrategy(Strategy):
 
         Args:
             tensor: a loss.
-            module: its model, if several models have loss scales.
+            module: the model of the loss, if several models have loss scales.
             args: arguments of :meth:`torch.Tensor.backward`, as ``kwargs``.
 
         Raises:
@@ -275,7 +275,7 @@ class FabricStrategy(Strategy):
     # ---- checkpoints
 
     def writer(self, session: Session, full: bool) -> Checkpointer:
-        """Return the writer of a directory; ``full``: with the optimizers."""
+        """Return the writer of a directory. With ``full`` it writes the optimizers, too."""
         return session.checkpoints if full else Checkpointer(ModelOnly(session))
 
     def restore(self, session: Session, path: str, strict: bool, full: bool, check: Check = None) -> dict[str, Any]:

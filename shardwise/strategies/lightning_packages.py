@@ -19,7 +19,7 @@ OLDEST, TOO_NEW = (2, 2), (2, 7)
 
 @dataclass(frozen=True)
 class Namespace:
-    """One of Lightning's packages, imported at its first use.
+    """A package of Lightning, which is imported at its first use.
 
     Attributes:
         pytorch: the package with ``Trainer``; for Fabric's strategies the package with ``Fabric``.
@@ -91,7 +91,7 @@ def _load(package: str, path: str) -> Any:
 
 
 class Strategy(_Base):  # type: ignore[misc]
-    """What the strategies for Trainer and for Fabric have in common."""
+    """Base class of the strategies for Trainer and for Fabric."""
 
     ns: ClassVar[Namespace]
 

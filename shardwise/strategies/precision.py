@@ -66,8 +66,8 @@ def check_replaceable(namespace: Namespace, plugin: Any) -> None:
     """Check that :class:`ShardedPrecision` can replace ``plugin``, which Lightning chose.
 
     Raises:
-        TypeError: it is another class, whose effect would be lost.
-        ValueError: it has a loss scale with its own settings.
+        TypeError: the plugin has another class, whose effect would be lost.
+        ValueError: the plugin has a loss scale with its own settings.
     """
     known = [namespace.find(f"plugins.precision.{name}") for name in REPLACEABLE]
     if type(plugin) not in known:
@@ -119,8 +119,8 @@ class CastingPrecision(_Precision):  # type: ignore[misc]
     model computes in 16 bits, as with DeepSpeed and FairScale.
 
     Args:
-        precision: one of :data:`PRECISIONS`. As a strategy's precision plugin it allows fp16 on a CPU, where Lightning
-            changes ``precision="16-mixed"`` to bf16.
+        precision: an entry of :data:`PRECISIONS`. As precision plugin of a strategy it allows fp16 on a CPU, where
+            Lightning changes ``precision="16-mixed"`` to bf16.
     """
 
     def __init__(self, precision: Any = "32-true") -> None:

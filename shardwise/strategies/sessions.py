@@ -25,7 +25,7 @@ class Live:
     """A module that is currently sharded.
 
     Attributes:
-        session: its session.
+        session: the session of the model.
         module: the user's module.
     """
 
@@ -108,7 +108,7 @@ class Live:
 
 @contextmanager
 def scaled_pass(session: Session, loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Run one backward pass of the engine inside; yields ``loss`` times the loss scale."""
+    """Return a context for one backward pass of the engine. It yields ``loss`` times the loss scale."""
     scaler = session.optimizer.scaler if session.optimizer is not None else None
     scale = scaler.scale if scaler is not None else 1.0
     with session.backward_pass(scale):

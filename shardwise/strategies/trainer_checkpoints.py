@@ -182,7 +182,7 @@ class Saving:
         return packed[0] if packed else None
 
     def _writer(self, session: Session, full: bool) -> Checkpointer:
-        """Return the writer of a directory; ``full``: with the optimizers."""
+        """Return the writer of a directory. With ``full`` it writes the optimizers, too."""
         return session.checkpoints if full else Checkpointer(ModelOnly(session))
 
     # ---- loading

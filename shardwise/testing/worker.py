@@ -61,9 +61,9 @@ class Task:
         sys_path: the caller's ``sys.path``.
         start_method: the caller's ``multiprocessing.get_start_method(allow_none=True)``.
         function: pickled, by name.
-        arguments: from :func:`dump`.
+        arguments: the arguments as bytes, from :func:`dump`.
         label: ``module:function``, for messages.
-        file: of the module.
+        file: the file of the module.
     """
 
     cwd: str

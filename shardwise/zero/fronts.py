@@ -42,7 +42,7 @@ class ModelFront(ModuleFacade):
         """Unshard a model that was used without an optimizer, before it is sharded with one.
 
         Raises:
-            RuntimeError: it has an optimizer.
+            RuntimeError: the model has an optimizer.
         """
         if self._session is None:
             return

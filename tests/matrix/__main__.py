@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 
 from tests.matrix import environment, table
 from tests.matrix.cells import Cell, cells, dotted, interpreters
-from tests.matrix.table import not_tried
 
 
 def chosen(patterns: Sequence[str]) -> list[Cell]:
@@ -36,14 +35,16 @@ def run(wanted: Sequence[Cell], found: Mapping[tuple[int, int], str], folder: st
     """Run the cells one after the other and return the exit status."""
     tried = failed = 0
     for cell in wanted:
-        if cell.python not in found:
-            row, text = not_tried(cell, f"no Python {dotted(cell.python)} on the machine"), ""
-        else:
+        row, text = None, f"no Python {dotted(cell.python)} on the machine"
+        if cell.python in found:
             row, text = environment.run(cell, found[cell.python], folder, cache, _say)
+        if row is None:
+            _say(f"{cell!s:10} not tried: {text}")
+            continue
+        tried += 1
         table.add(row)
         _say(f"{cell!s:10} {row}")
-        tried += row.tried
-        if row.tried and not row.good:
+        if not row.good:
             failed += 1
             _say(text)
     _say(f"{tried} cells tried, {failed} failed, {len(wanted) - tried} not tried")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.matrix.cells import ROOT, Cell, constraints, dotted, minor_of, normal, pins, version_of
-from tests.matrix.table import Row, not_tried, today
+from tests.matrix.table import Row, today
 
 # Tests that are most likely to fail with a new Python or torch. They take two to four minutes on two idle cores.
 SHORT_SET = (
@@ -180,11 +180,16 @@ def result(cell: Cell, installed: Mapping[str, str], python: str, report: Elemen
     return Row(python, installed["torch"], today(), total - bad - skipped, bad, skipped, seconds, remark), text
 
 
-def run(cell: Cell, interpreter: str, folder: str | None, cache: str, say: Callable[[str], None]) -> tuple[Row, str]:
-    """Run a cell and return its row and the text of its first failure. The environment is deleted."""
+def run(
+    cell: Cell, interpreter: str, folder: str | None, cache: str, say: Callable[[str], None]
+) -> tuple[Row | None, str]:
+    """Run a cell and return its row and the text of its first failure. The environment is deleted.
+
+    If the cell cannot be run, return ``None`` and the reason.
+    """
     free = shutil.disk_usage(folder or tempfile.gettempdir()).free / 2**30
     if free < NEEDED_GIB:
-        return not_tried(cell, f"{free:.0f} GiB of disk were free, {NEEDED_GIB} are needed"), ""
+        return None, f"{free:.0f} GiB of disk were free, {NEEDED_GIB} are needed"
     python = version_of(interpreter) or dotted(cell.python)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"matrix-{cell}-".replace(":", "-"), dir=folder) as place:

@@ -1,17 +1,14 @@
-"""The table of results in ``docs/versions.md``: one row for each cell; rows of cells that are not run again are
-kept.
-"""
+"""The table of results in ``docs/versions.md``: one row for each cell that was run; other rows do not change."""
 
 import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.matrix.cells import ROOT, Cell, dotted, minor_of
+from tests.matrix.cells import ROOT, Cell, minor_of
 
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 HEAD = "| Python | torch | date | passed | failed | skipped | seconds | remark |\n|---|---|---|---|---|---|---|---|\n"
-NOT_TRIED = "not tried"
 REMARK = 160  # characters
 
 
@@ -20,11 +17,11 @@ class Row:
     """The result of a cell.
 
     Attributes:
-        python, torch: the exact versions, or major and minor version if the cell was not tried.
-        date: the date, or ``"not tried"``.
+        python, torch: the exact versions.
+        date: the date of the run.
         passed, failed, skipped: numbers of tests; -1 if the tests did not run.
         seconds: the time of the tests without the installation.
-        remark: the first failure, or why the cell was not tried.
+        remark: the first failure.
     """
 
     python: str
@@ -41,10 +38,6 @@ class Row:
         return Cell(minor_of(self.python), minor_of(self.torch))
 
     @property
-    def tried(self) -> bool:
-        return self.date != NOT_TRIED
-
-    @property
     def good(self) -> bool:
         """Whether tests ran and all of them passed."""
         return self.passed > 0 and self.failed == 0 and not self.remark
@@ -53,11 +46,6 @@ class Row:
         numbers = ("" if n < 0 else str(n) for n in (self.passed, self.failed, self.skipped, self.seconds))
         remark = " ".join(self.remark.replace("|", "/").split())[:REMARK]
         return "| " + " | ".join([self.python, self.torch, self.date, *numbers, remark]).rstrip() + " |"
-
-
-def not_tried(cell: Cell, why: str) -> Row:
-    """Return the row of a cell without a result."""
-    return Row(dotted(cell.python), dotted(cell.torch), NOT_TRIED, remark=why)
 
 
 def today() -> str:
@@ -103,9 +91,6 @@ def written(text: str, rows: Mapping[Cell, Row]) -> str:
 
 
 def add(row: Row) -> None:
-    """Write one row into the page. A row that was not tried does not replace a result."""
+    """Write one row into the page, in place of an earlier result of the same cell."""
     text = PAGE.read_text("utf-8")
-    rows = read(text)
-    if row.tried or row.cell not in rows or not rows[row.cell].tried:
-        rows[row.cell] = row
-    PAGE.write_text(written(text, rows), "utf-8")
+    PAGE.write_text(written(text, {**read(text), row.cell: row}), "utf-8")

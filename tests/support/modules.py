@@ -1,4 +1,4 @@
-"""The module classes behind :data:`shardwise.testing.MODELS`; each says in one line what is odd about it."""
+"""The module classes behind :data:`tests.support.models.MODELS`; each says in one line what is odd about it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self

@@ -74,7 +74,7 @@ class TorchDDPPlugin(DPPluginBase):
         find_unused_parameters: search for parameters without a gradient after every forward pass.
         check_reduction: must be False: torch ignores it (a deprecated argument of DDP).
         gradient_as_bucket_view: gradients are views of the buckets.
-        static_graph: the same parameters are used in every step.
+        static_graph: whether the same parameters are used in every step.
         fp8_communication: communicate gradients in 8 bits.
     """
 

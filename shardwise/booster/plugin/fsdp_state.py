@@ -86,7 +86,7 @@ def repoint(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sharded:
 def _divided(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], entry: Mapping[str, Any], name: str, like: torch.Tensor
 ) -> dict[str, Any]:
-    """Return one parameter's state, sharded like ``like``; state on the meta device is created again."""
+    """Return the state of one parameter, sharded as ``like`` is. State on the meta device is created again."""
     tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
     if any(value.is_meta for value in tensors.values()):
         made = constructed_state(optimizer, group, like)
@@ -122,7 +122,7 @@ class TorchFSDPOptimizer(OptimizerWrapper):
         """Load full tensors, the same on every rank.
 
         Raises:
-            ValueError: it is the state of another class, or its groups have other sizes.
+            ValueError: the state is of another optimizer class, or its groups have other sizes.
         """
         check_state(self.optim, state_dict)
         parameters = parameters_of(self.optim)

@@ -71,9 +71,9 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         offload_optim_frac: fraction of masters, optimizer state and reduced gradients on the host.
         offload_param_frac: fraction of parameters that is on the host between uses, and therefore not gathered for any
             ``shard_param_frac``. It can be combined with every ``offload_optim_frac``.
-        warmup_non_model_data_ratio: for ``"auto"`` only: fraction of the device's memory that the first step keeps free
+        warmup_non_model_data_ratio: with ``"auto"``, the fraction of the device's memory that the first step keeps free
             of model data.
-        steady_cuda_cap_ratio: for ``"auto"`` only: fraction of the device's memory that later steps may use.
+        steady_cuda_cap_ratio: with ``"auto"``, the fraction of the device's memory that later steps may use.
         precision: ``"fp16"``, ``"bf16"`` or (an extension) ``"fp32"``.
         master_weights: keep fp32 copies of 16-bit parameters.
         pin_memory: pinned host memory for offloaded state; ``enable_async_reduce`` implies it.
@@ -82,9 +82,9 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         search_range_m: chunk sizes are searched over this many units of 2**20 elements.
         hidden_dim: step of the search in elements; ``None``: 1024.
         min_chunk_size_m: smallest chunk, in units of 2**20 elements.
-        memstats: for ``"auto"`` only: the trace of an earlier run, or the result of ``trace_memory`` for the model (a
+        memstats: with ``"auto"``, the trace of an earlier run, or the result of ``trace_memory`` for the model (a
             ``MemStats``, or the path of a saved one), instead of a traced first step.
-        gpu_margin_mem_ratio: for ``"auto"`` only: fraction of the free device memory that optimizer state moves into
+        gpu_margin_mem_ratio: with ``"auto"``, the fraction of the free device memory that optimizer state moves into
             after the first step.
         initial_scale: first loss scale (fp16 only, as the next six).
         min_scale: smallest loss scale.
@@ -242,7 +242,7 @@ def _unused(arguments: GeminiPlugin) -> dict[str, tuple[str, ...]]:
 
 
 def _nothing_ahead(arguments: GeminiPlugin) -> str | None:
-    """Return why chunks are not prefetched for any ``max_prefetch``; ``None``: they are."""
+    """Return why chunks are not prefetched for any ``max_prefetch``; ``None`` if they are prefetched."""
     a = arguments
     if not a.enable_async_reduce:
         return "nothing is gathered ahead with enable_async_reduce=False"

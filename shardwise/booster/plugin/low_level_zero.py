@@ -98,6 +98,7 @@ def to_plan(arguments: LowLevelZeroPlugin) -> Plan:
     if a.stage not in (1, 2):
         raise ValueError(f"stage={short_repr(a.stage)}: LowLevelZeroPlugin has stages 1, 2; GeminiPlugin is stage 3")
     integer("extra_dp_size", a.extra_dp_size, 1, what="a number of replicas")
+    parts = zero_parts(a)  # first, since its errors have the names of the arguments
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size),
         shard=ShardPlan(
@@ -114,6 +115,6 @@ def to_plan(arguments: LowLevelZeroPlugin) -> Plan:
             reduce_dtype=a.communication_dtype,
             cast_inputs=a.cast_inputs,
         ),
-        **zero_parts(a),
+        **parts,
         verbose=a.verbose,
     )

@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 class Event(Generic[P]):
-    """One event; calling it emits it."""
+    """An event. A call of the object emits it."""
 
     __slots__ = ("_listeners",)
 

@@ -15,7 +15,7 @@ class Table(Generic[S]):
 
     Args:
         what: the name of the kind, for messages (``"chunk"``).
-        changes: for every state, the states that may follow it, each with the reason. The first state of the
+        changes: for each state, the states that may follow, each with the reason. The first state of the
             enumeration is the initial one.
 
     Raises:
@@ -38,7 +38,8 @@ class Table(Generic[S]):
         """Check that the object with number ``index`` may go from ``old`` to ``new``.
 
         Raises:
-            RuntimeError: it may not; the message names the object, both states and the caller (two calls up).
+            RuntimeError: the change is not allowed. The message has the object, both states and the caller (two calls
+                up).
         """
         if new not in self._changes[old]:
             code = sys._getframe(2).f_code

@@ -402,7 +402,7 @@ def new_group(ranks: Sequence[int], backend: str, name: str, described: str, tim
     Args:
         ranks: ranks of the default group, including this one, in the order of the new group.
         backend: name of the backend.
-        name: the same on all members, and used once.
+        name: name of the group, which is equal on all members and used once.
         described: description for messages.
         timeout: timeout of its operations.
     """

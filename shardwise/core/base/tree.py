@@ -29,7 +29,7 @@ def encode(value: object, tensors: dict[str, torch.Tensor] | None, path: str = "
         value: numbers, strings, None, tensors, lists, tuples and dicts of these.
         tensors: receives the tensors under their paths, as contiguous CPU copies. ``None`` writes them into the data,
             and :func:`decode` has to be called with ``None``, too.
-        path: of the value, for names and messages.
+        path: path of the value, for names and messages.
 
     Raises:
         TypeError: a value of another type, or a sparse tensor; the path is named.

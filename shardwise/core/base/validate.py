@@ -79,7 +79,7 @@ def integer(
     """Return ``value``, an integer in [``least``, ``most``].
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: what the user gave.
         least, most: inclusive bounds.
         what: what the number counts, for the message.
@@ -87,7 +87,7 @@ def integer(
 
     Raises:
         TypeError: ``value`` is not an integer (``True`` and fractions are not).
-        ValueError: it is out of range.
+        ValueError: the number is out of range.
     """
     if floats and isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -106,14 +106,14 @@ def number(name: str, value: object, within: str, what: str = "") -> float:
     """Return ``value``, a real number in an interval.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: what the user gave.
         within: the interval as text: ``"[0, 1]"``, ``"(0, inf)"``; ``"inf]"`` accepts infinity.
         what: what to give, for the message; by default a number within the bounds.
 
     Raises:
         TypeError: ``value`` is not a number (``True`` is not).
-        ValueError: it is NaN, or outside the interval.
+        ValueError: the number is NaN, or outside the interval.
     """
     what = what or f"a number {_words(within)}"
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -153,7 +153,7 @@ def boolean(name: str, value: object) -> bool:
     """Return ``value``, True or False.
 
     Raises:
-        TypeError: it is something else: ``"false"`` would count as true, and so would 2.
+        TypeError: the value is not a bool: ``"false"`` would count as true, and so would 2.
     """
     check_type(name, value, bool, "True or False")
     return bool(value)
@@ -197,7 +197,7 @@ def as_params(value: Any) -> Any:
     """Return ``value``, what an optimizer takes for its parameters.
 
     Raises:
-        TypeError: it is not iterable.
+        TypeError: the value is not iterable.
     """
     check_type("params", value, Iterable, "parameters such as model.parameters(), or groups of them")
     return value
@@ -207,7 +207,7 @@ def as_mapping(name: str, value: object, what: str) -> Mapping[Any, Any]:
     """Return ``value``, a mapping.
 
     Raises:
-        TypeError: it is something else; ``what`` is what to give.
+        TypeError: the value is not a mapping. The message asks for ``what``.
     """
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={short_repr(value)}: give {what}")

@@ -244,7 +244,7 @@ class AtomicDirectory:
         hidden: where to write.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the directory cannot be created.
     """
 
     def __init__(self, path: str, owned: Owned, files: Any = DISK, prefix: str = "") -> None:
@@ -261,7 +261,7 @@ class AtomicDirectory:
         """Link foreign files of the existing directory into the new one.
 
         Raises:
-            CheckpointError: one can be neither linked nor copied.
+            CheckpointError: a file can be neither linked nor copied.
         """
         if os.path.isdir(self.path):
             take_along(self._files, self.path, self.hidden, _by_path(self._owned))
@@ -330,7 +330,7 @@ def atomic_directory(path: Path, owned: Owned) -> Iterator[Path]:
 
     Raises:
         NotADirectoryError: ``path`` is a file.
-        OSError: it cannot be written; an existing ``path`` is unchanged.
+        OSError: the directory cannot be written; an existing ``path`` is unchanged.
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; give a directory to write to")

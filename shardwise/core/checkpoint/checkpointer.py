@@ -159,7 +159,7 @@ class Checkpointer:
             strict: missing and unexpected names, other param groups, and the state of another class of optimizer or
                 scheduler are errors. Different shapes always are. False loads what fits by name; rank 0 warns of
                 optimizer state that is ignored or missing, and if no name fits.
-            lr_schedulers: as many as were saved, in the same order, or none.
+            lr_schedulers: as many schedulers as were saved, in the same order, or no scheduler.
             rename: names in the checkpoint, or regular expressions, with the names in the model; see
                 :func:`~shardwise.core.checkpoint.formats.lazy_tensors.renamed`.
             rows: parameters that may have another number of rows in the model, with the values of new rows

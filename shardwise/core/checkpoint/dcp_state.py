@@ -259,7 +259,7 @@ def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Ma
 
     Raises:
         TypeError: the state on rank 0 is not a mapping.
-        PeerError: the same, on other ranks.
+        PeerError: another rank raised such an error.
     """
     _check_everybody(module)
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -104,7 +104,7 @@ class CheckpointRoot:
             The serial number of the save.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: the directory cannot be created.
             ValueError: something else has that name, or another process is saving there now.
         """
         final = os.path.join(self.path, check_tag(tag))
@@ -130,7 +130,7 @@ class CheckpointRoot:
 
         Raises:
             OSError: nothing is visible; call :meth:`discard`.
-            CheckpointError: the same, if a foreign file can be neither linked nor copied.
+            CheckpointError: a foreign file can be neither linked nor copied.
         """
         directory, hidden = self._directory, self.hidden
         if directory is None:

@@ -96,9 +96,9 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     """Open a regular file for reading; a pipe, device or directory is an error and does not block.
 
     Raises:
-        CheckpointDamage: it is not a regular file.
-        CheckpointError: it cannot be read (permissions).
-        OSError: it cannot be opened.
+        CheckpointDamage: the path is not a regular file.
+        CheckpointError: the file cannot be read (permissions).
+        OSError: the file cannot be opened.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -121,9 +121,9 @@ def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) 
     """Read an index file of at most ``most`` bytes.
 
     Raises:
-        CheckpointDamage: it is not a regular file, or larger than any such file.
-        CheckpointError: it may not be read.
-        OSError: it cannot be read.
+        CheckpointDamage: the path is not a regular file, or the file is larger than any such file.
+        CheckpointError: the permissions do not allow reading.
+        OSError: the file cannot be read.
     """
     with open(open_regular(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -141,7 +141,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        CheckpointError: it is not JSON, no regular file, or may not be read.
+        CheckpointError: the file is not JSON or not a regular file, or permissions do not allow reading.
         FileNotFoundError: there is no such file.
     """
     if not path.is_file():
@@ -156,7 +156,7 @@ def checked_name(name: object, where: object) -> str:
     """Return ``name`` if it is the name of a file inside the directory that ``where`` describes.
 
     Raises:
-        CheckpointDamage: it is not such a name.
+        CheckpointDamage: the value is not such a name.
     """
     if not _is_plain(name):
         shown = printable(str(name)[:80]) if isinstance(name, str) else type(name).__name__
@@ -178,8 +178,8 @@ def read_name(path: Path) -> str:
     """Read a file that holds only a name, like DeepSpeed's ``latest``; empty if the file is missing.
 
     Raises:
-        CheckpointDamage: its content is not a name inside its directory.
-        CheckpointError: it may not be read.
+        CheckpointDamage: the content is not a name inside the directory of the file.
+        CheckpointError: the permissions do not allow reading.
     """
     if not path.is_file():
         return ""
@@ -194,7 +194,7 @@ def checked_names(names: Mapping[str, Any], where: object) -> None:
     """Check that names of tensors are printable: control characters could rewrite a terminal.
 
     Raises:
-        CheckpointDamage: one is not.
+        CheckpointDamage: a value is not such a name.
     """
     for name in names:
         if not isinstance(name, str) or not name.isprintable():
@@ -206,7 +206,7 @@ def checked_shape(sizes: object, where: object) -> tuple[int, ...]:
     """Return ``sizes`` as a shape of integers whose product, without zeros, fits into 63 bits.
 
     Raises:
-        CheckpointDamage: it is not such a shape.
+        CheckpointDamage: the value is not such a shape.
     """
     if not isinstance(sizes, list | tuple) or len(sizes) > MAX_DIMENSIONS:
         raise CheckpointDamage(f"{where} has a {type(sizes).__name__} for a shape")

@@ -37,11 +37,11 @@ class Restored:
     """The values of a checkpoint that are not tensors of the run.
 
     Attributes:
-        path, tag, step: those of the checkpoint.
+        path, tag, step: path, tag and step of the checkpoint.
         updates: number of optimizer steps.
         user_state: the value passed to ``save``.
         data_position: data position of this rank, or of rank 0 if the checkpoint has fewer ranks.
-        data_positions: one for each data-parallel rank that saved.
+        data_positions: a position for each data-parallel rank that saved.
         missing: names of the model that the checkpoint does not have (``strict=False``).
         unexpected: names in the checkpoint that the model does not have.
         skipped: newer checkpoints that are damaged.
@@ -211,7 +211,7 @@ def read_buffers_and_extra_state(run: Run, match: LoadPlan) -> dict[str, Any]:
 
 
 class _OtherState:
-    """All values but parameters and element-wise state, read and checked before anything is changed."""
+    """Values other than parameters and element-wise state. They are read and checked before anything is changed."""
 
     def __init__(self, run: Run, match: LoadPlan, lr_schedulers: Sequence[Any], strict: bool) -> None:
         self._run, self._match = run, match

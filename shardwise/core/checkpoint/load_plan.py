@@ -34,12 +34,12 @@ class LoadPlan:
 
     Args:
         source: the checkpoint.
-        local_state: the run's names.
+        local_state: names, shapes and optimizers of the run.
         strict: whether missing and unexpected names are errors.
         part: compare (and then load) everything, or only the model, or only the optimizers.
 
     Raises:
-        ValueError: names or shapes do not fit; the message lists all of them.
+        ValueError: names or shapes do not fit. The message has up to six missing and six unexpected names.
     """
 
     def __init__(self, source: CheckpointSource, local_state: LocalState, strict: bool, part: LoadPart = "all") -> None:
@@ -55,9 +55,9 @@ class LoadPlan:
         self._dtypes = {names[0]: shapes[names[0]].dtype for names in local_state.names}
         self._known = self._names_in_source()
         self.stored_name: dict[str, str | None] = {names[0]: self._stored(names) for names in local_state.names}
-        """By name of a parameter in the run, its name in the checkpoint."""
+        """The names of parameters in the checkpoint, by their names in the run."""
         self.adopted: dict[int, AdoptedState] = {}
-        """By index, the state that optimizers load; the state of other optimizers is unchanged."""
+        """The state that optimizers load, by index. The state of other optimizers is unchanged."""
         self.notes: list[str] = []
         """Sentences about optimizer state that is ignored or missing, or that no name fits."""
         refused: list[str] = []
@@ -78,9 +78,10 @@ class LoadPlan:
     def _refuse(self, refused: list[str], strict: bool) -> None:
         ours = "optimizer" if self.part == "optimizer" else "model"
         lists = [("missing from the checkpoint", self.missing), (f"not in the {ours}", self.unexpected)]
-        lines = [f"{what}: {', '.join(names)}" for what, names in lists if names and strict]
+        lines = [f"{what}: {shortened(names)}" for what, names in lists if names and strict]
         listed = "\n  ".join([*lines, *refused, *self._wrong])
-        advice = "" if self._wrong else "\npass strict=False to load what fits"
+        advice = "\nuse another directory if this is the checkpoint of another model"
+        advice += "" if self._wrong else "; strict=False loads what fits"
         raise ValueError(printable(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}"))
 
     @property
@@ -195,7 +196,7 @@ class LoadPlan:
         return None if info is None else info.shape
 
     def state_of(self, name: str) -> dict[str, Any] | None:
-        """Return the optimizer state of a parameter; ``None``: it starts without state."""
+        """Return the optimizer state of a parameter, or ``None`` if the parameter starts without state."""
         return self._state_of.get(name)
 
     def tensor_of(self, name: str) -> str | None:
@@ -262,7 +263,7 @@ class AdoptedState:
     """The state that one optimizer of the run loads.
 
     Attributes:
-        options: by param group, its new options.
+        options: the new options, by param group.
         links: by param group, the number of the group that it continues in the checkpoint's optimizer of the same
             index; ``None``: none or several.
         exact: whether the groups are those of the checkpoint.
@@ -277,8 +278,10 @@ class AdoptedState:
 
 @dataclass
 class _Saved:
-    """One optimizer of the checkpoint: its class (empty if unknown), groups of names with their options, and state by
-    name and key."""
+    """One optimizer of the checkpoint.
+
+    It has the class (empty if unknown), the groups of names with their options, and the state by name and key.
+    """
 
     kind: str
     groups: list[list[str]]
@@ -297,7 +300,10 @@ class _Saved:
 
 @dataclass
 class _Own:
-    """One optimizer of the run; ``stored`` has the names in the checkpoint (``None``: no such parameter)."""
+    """One optimizer of the run.
+
+    ``stored`` has the names in the checkpoint, and ``None`` for a parameter that the checkpoint does not have.
+    """
 
     index: int
     kind: str
@@ -321,13 +327,13 @@ class OptimizerLoadPlan:
 
     Args:
         source: the checkpoint.
-        local_state: the run's names.
-        stored_name: by name of a parameter in the run, its name in the checkpoint.
+        local_state: names, shapes and optimizers of the run.
+        stored_name: the names of parameters in the checkpoint, by their names in the run.
         strict: different groups are an error.
         fitting: see :data:`Fitting`.
 
     Attributes:
-        adopted: by index, the state that optimizers load.
+        adopted: the state that optimizers load, by index of the optimizer.
         missing, unexpected: names without a counterpart.
         refused: optimizers with the state of another class, as sentences.
         notes: sentences about state that is ignored or missing.
@@ -571,7 +577,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class _Change:
-    """One parameter's rows. ``there`` and ``here`` are the shapes in the checkpoint and in the model."""
+    """A change of the rows of a parameter. ``there`` and ``here`` are its shapes in the checkpoint and in the model."""
 
     there: tuple[int, ...]
     here: tuple[int, ...]
@@ -664,8 +670,7 @@ def _has_arrays(record: Mapping[str, Any], name: str) -> bool:
 def _sentence(name: str, change: _Change, by_rows: bool) -> str:
     there, here = change.there[0], change.here[0]
     what = {"keep": "keep the values that they have", "zero": "are zero", "mean": "are the mean of the others"}
-    left = f"the last {there - here} are dropped"
-    rows = f"the {here - there} new ones {what[change.how]}" if here > there else left
+    rows = f"the {here - there} new ones {what[change.how]}" if here > there else f"the last {there - here} are dropped"
     state = ", their optimizer state is zero" if here > there else ""
     state = state if by_rows else ", its optimizer state, which is not element-wise, is dropped"
     return f"{name}: {there} rows in the checkpoint, {here} in the model: {rows}{state}"

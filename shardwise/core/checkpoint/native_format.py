@@ -316,7 +316,7 @@ def read_files(directory: str) -> tuple[Head, tuple[FileInfo, ...]]:
     """Read the head and the files of a manifest.
 
     Raises:
-        FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
+        FileNotFoundError, CheckpointDamage: see :func:`read_manifest`.
     """
     content, path = read_content(directory)
     _check_last_line(content, path)
@@ -329,7 +329,7 @@ def read_head(directory: str) -> Head:
     """Read the head of a manifest; the checksum is verified, because a wrong digit could make it the newest.
 
     Raises:
-        FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
+        FileNotFoundError, CheckpointDamage: see :func:`read_manifest`.
     """
     content, path = read_content(directory)
     _check_last_line(content, path)
@@ -402,7 +402,7 @@ class PieceLayout:
         nbytes: size of the file.
 
     Raises:
-        ValueError, CheckpointError: as :func:`safetensors_header` does.
+        ValueError, CheckpointError: see :func:`safetensors_header`.
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
@@ -464,7 +464,7 @@ def write_pieces(
         values: the bytes of each fragment, in order.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     pieces: dict[str, list[PieceInfo]] = {}
     fd = files.create(path)

@@ -118,7 +118,7 @@ class Options:
         self._scale = match.state.get("scaler")  # its form was checked with the other state
 
     def apply(self) -> None:
-        """Set them in the run."""
+        """Set these options in the run."""
         for trainer, number, options in self._groups:
             trainer.param_groups[number].update(options)  # torch created new groups when it loaded the state
         scaler = self._run.optimizers[0].scaler if self._run.optimizers else None

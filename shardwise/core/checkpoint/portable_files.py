@@ -130,7 +130,7 @@ class PortableFiles:
         """Call ``action`` on rank 0; every rank raises if it fails. Collective.
 
         Raises:
-            CheckpointError, ValueError: as ``action``.
+            CheckpointError, ValueError: errors of ``action``.
         """
         self.everywhere(run, action if run.rank == 0 else lambda: None, what)
 
@@ -184,7 +184,7 @@ def _of_part(
     """Return ``source`` if it has that part, with names in place of an optimizer's numbers.
 
     Raises:
-        CheckpointError: it does not have that part.
+        CheckpointError: the checkpoint does not have that part.
         ValueError: the optimizer has other groups, which is always an error without names.
     """
     if part == "model":

@@ -148,7 +148,9 @@ def check_seen(seen: Sequence[bool], path: str) -> None:
 
 @dataclass
 class SaveJob:
-    """One rank's part of a save after :func:`begin`. It uses files and the agreement of ranks, nothing of the run.
+    """One rank's part of a save after :func:`begin`.
+
+    It writes files and communicates with other ranks, and reads nothing of the run.
 
     Attributes:
         rank: rank of this process.
@@ -279,7 +281,7 @@ class SavePlan:
 
     Attributes:
         layout: this rank's file.
-        own: its part of the state, JSON-able.
+        own: this rank's part of the state, as values that JSON can represent.
         shapes: shapes of tensors that may have no pieces.
 
     Raises:

@@ -96,7 +96,7 @@ def regrouped(
         state: the saved state.
         own: the scheduler's current state.
         groups: param groups of the optimizer, with restored options.
-        links: by group, the saved group that it continues.
+        links: the saved group that a group continues, by group.
     """
     changed = dict(state)
     for key, values in state.items():
@@ -176,7 +176,7 @@ def fitting_state(scheduler: Any, path: str | Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: nothing there.
         CheckpointError: the file is damaged or cannot be read.
-        ValueError: it is the state of another class of scheduler, or an entry is of another kind than the scheduler's.
+        ValueError: the state is of another scheduler class, or an entry is of another kind than the scheduler's.
     """
     saved = read_lr_scheduler(path)
     reason = saved.misfit(scheduler)

@@ -89,7 +89,7 @@ class TorchRun:
         module: the user's own; ``None`` if only the optimizer is known: its parameters are ``#0``, ``#1``, ...
         optimizer: the user's own.
         scaler: torch's loss scale.
-        ranks: for messages between all ranks; ``None``: use the program's default group, which a time-out ends, too.
+        ranks: the group for messages between all ranks. ``None`` is the program's default group, which a time-out ends.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class LocalState(Protocol):
 
 
 class Run(Protocol):
-    """One training run on one rank. ``gather``, ``settle``, ``replaced`` and ``adopting`` are collective."""
+    """A training run on one rank. ``gather``, ``settle``, ``replaced`` and ``adopting`` are collective."""
 
     @property
     def rank(self) -> int: ...

@@ -59,7 +59,7 @@ class SameBatches:
         self._outlines = 0
         self._values: Tensor | None = None
         self._sent: Later | None = None
-        """The same on its way to the host, where reading it there would wait for the passes behind it."""
+        """A copy on its way to the host. Reading it on the device would wait for later passes."""
         self._last = ""
 
     def note(self, batch: Any, use: str = "") -> None:

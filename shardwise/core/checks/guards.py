@@ -133,7 +133,7 @@ class Structure:
 
     Args:
         model: the user's module, sharded.
-        sharded: its sharded parameters, by index.
+        sharded: the sharded parameters of the model, by index.
         name_of: returns the name of a parameter by its index.
     """
 
@@ -142,7 +142,7 @@ class Structure:
         self._sharded = {id(param): index for index, param in enumerate(sharded)}
         places = list(_places(model))
         self._known = {id(param): param for _, _, _, param in places}
-        """All original parameters. They are kept alive, so that no other object gets the ``id`` of one."""
+        """All original parameters. They stay alive, so that no other object gets the ``id`` of a parameter."""
         self._places = {(id(module), leaf): param for module, _, leaf, param in places}
         self._names = {name for _, name, _, param in places if id(param) in self._sharded}
         self._guests: list[tuple[str, nn.Parameter]] = []
@@ -268,7 +268,7 @@ class Edits:
         """Check that every parameter is where the engine put it, with the data that the engine gave it.
 
         Raises:
-            RuntimeError: one is not; the message names it, and all are put back.
+            RuntimeError: a parameter was replaced. The message names it, and all parameters are put back.
         """
         # Comparing three lists of the whole model in C takes a fifth of the time of a loop over chunks.
         expected = [address for chunk in self._chunks for address in chunk.addresses]
@@ -354,14 +354,14 @@ class Guards:
 
     Args:
         model: the user's module.
-        params: its sharded parameters, by index.
+        params: the sharded parameters of the model, by index.
         chunks, layout: where the parameters are stored.
         pool: has the gathered units.
         broken: the parts that failed changes have left half-changed.
         staged: whether other ranks have other layers.
 
     Attributes:
-        broken: as the argument.
+        broken: the argument ``broken``.
         closed: the session was closed.
         unsharded: ``unshard()`` has given the parameters back to the user; the engine's values are outdated.
         edits: writes to parameters, after :meth:`install`.
@@ -401,7 +401,7 @@ class Guards:
         """Raise if the model is closed. ``call`` is the call that needs it, for the message.
 
         Raises:
-            RuntimeError: it was closed, or given back by ``unshard()``.
+            RuntimeError: the session was closed, or ``unshard()`` was called.
         """
         if self.closed:
             self.check_sharded()

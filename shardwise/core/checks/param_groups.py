@@ -44,8 +44,8 @@ def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
     """Check that no group has a mode that sharding does not support.
 
     Args:
-        name: of the optimizer, or of where the groups come from.
-        groups: its param groups.
+        name: name of the optimizer, or of the source of the groups.
+        groups: the param groups of the optimizer.
 
     Raises:
         ValueError: a group has such a mode, or an option of a group is NaN, which would be in every parameter after a

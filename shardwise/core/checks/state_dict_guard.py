@@ -74,7 +74,7 @@ class StateDictGuard:
 
     Args:
         model: the user's module.
-        params: its sharded parameters, by index.
+        params: the sharded parameters of the model, by index.
         chunks, layout: where the parameters are stored.
         pool: has the gathered units.
         staged: whether other ranks have other layers.

@@ -63,7 +63,7 @@ class Activity:
         return next((advice for _, advice in self._inside if advice), "")
 
     def limit(self, group: str) -> timedelta | None:
-        """Return how long to wait for the peers of ``group`` now; ``None``: as long as the communicator does.
+        """Return how long to wait for the peers of ``group``. ``None`` is the timeout of the communicator.
 
         ``None`` applies in calls that may take one rank longer than others (a file, a disk), and at the first exchange
         of a pass, before which a single rank may have written a file or run an evaluation.

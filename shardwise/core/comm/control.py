@@ -28,7 +28,7 @@ def encode(obj: object) -> bytes:
     """Return ``obj`` as JSON.
 
     Raises:
-        TypeError: it holds something that JSON cannot represent.
+        TypeError: the message has a value that JSON cannot represent.
     """
     try:
         return json.dumps(obj).encode()
@@ -54,7 +54,7 @@ class Control:
     Attributes:
         process_group: the gloo process group.
         rank: this process in it.
-        size: its number of ranks.
+        size: number of ranks of the group.
     """
 
     def __init__(self, name: str, process_group: dist.ProcessGroup, activity: Activity | None = None) -> None:

@@ -59,7 +59,7 @@ NO_MODEL = ModelId(0, "")
 
 @dataclass(frozen=True)
 class Summary:
-    """All ranks' numbers and flags, reduced.
+    """Numbers and flags of all ranks, reduced.
 
     Attributes:
         least, most: minimum and maximum of each value over ranks.
@@ -360,7 +360,7 @@ class Group(ABC):
         [Note: Fences].
 
         Args:
-            phase: one of :data:`PHASES`; ranks in different phases are out of sync and raise an error.
+            phase: an entry of :data:`PHASES`; ranks in different phases are out of sync and raise an error.
         """
         return
 
@@ -410,11 +410,11 @@ class Group(ABC):
 
         Args:
             values: this rank's; none may be NaN.
-            purpose, model_id: as in :meth:`exchange`. Ranks that call that instead get an error.
+            purpose, model_id: see :meth:`exchange`. Ranks that call :meth:`exchange` instead get an error.
             flags: this rank's.
 
         Raises:
-            PeerError: as :meth:`exchange`.
+            PeerError: see :meth:`exchange`.
         """
         count = len(values)
         if not self._by_rows:
@@ -449,12 +449,12 @@ class Group(ABC):
 
         Args:
             value: this rank's, above minus infinity. If any is NaN, so is the result; otherwise infinity wins.
-            purpose, model_id: as in :meth:`exchange`.
+            purpose, model_id: see :meth:`exchange`.
             compared: numbers of this rank to compare between ranks.
             largest: return the maximum instead of the sum.
 
         Raises:
-            PeerError: as :meth:`exchange`.
+            PeerError: see :meth:`exchange`.
         """
         (result,), same = self.totals([value], purpose, model_id, compared, largest)
         return result, same
@@ -486,10 +486,10 @@ class Group(ABC):
 
         Args:
             values: this rank's.
-            purpose, model_id: as in :meth:`exchange`.
+            purpose, model_id: see :meth:`exchange`.
 
         Raises:
-            PeerError: as :meth:`exchange`.
+            PeerError: see :meth:`exchange`.
         """
         if self._by_rows:
             return self.exchange(values, purpose, model_id)[0]
@@ -503,11 +503,11 @@ class Group(ABC):
 
         Args:
             obj: this rank's.
-            purpose: as in :meth:`exchange`.
+            purpose: see :meth:`exchange`.
 
         Raises:
             TypeError: ``obj`` cannot be written as JSON.
-            PeerError: as :meth:`exchange`.
+            PeerError: see :meth:`exchange`.
         """
         data = encode(obj)
         header = 8 * EXCHANGE_QUANTUM if self._by_rows else 0

@@ -55,7 +55,7 @@ class Message:
     """A started message. ``wait`` is idempotent, and drops the operation.
 
     Attributes:
-        what: for errors.
+        what: description of the data, for error messages.
         arrived: called in order when the message is there; again by the next wait after an interrupt.
     """
 
@@ -154,7 +154,7 @@ class P2PChannel:
     It has two independent lanes, for activations and for their gradients. For one thread.
 
     Args:
-        name: of the axis, for messages.
+        name: name of the axis, for messages.
         groups: communicators over the same ranks: one for each lane, or two (to higher ranks, and to lower ones).
         device: where received tensors are.
 
@@ -210,10 +210,10 @@ class P2PChannel:
 
         Args:
             x: any shape and dtype; the peer must know both, unless ``described``.
-            peer: its rank on the axis.
+            peer: rank of the receiver on the axis.
             lane: 0 or 1.
             tag: unique among messages to that peer in that lane that are in flight; at most 2^30.
-            what: for errors.
+            what: description of the data, for error messages.
             described: send dtype and shape first.
         """
         self._under_way[:] = [each for each in self._under_way if not each.finished()]
@@ -251,10 +251,10 @@ class P2PChannel:
 
         Args:
             like: shape and dtype.
-            peer, lane, tag, what: as for :meth:`send`.
+            peer, lane, tag, what: see :meth:`send`.
 
         Raises:
-            PeerError: it was not sent.
+            PeerError: the peer did not send the tensor.
         """
         x = torch.empty(like[0], dtype=like[1], device=self.device)
         self.begin_receive(x, peer, lane, tag, what).wait()
@@ -264,8 +264,8 @@ class P2PChannel:
         """Start to receive into ``x`` (contiguous), which is valid after the message's ``wait()``.
 
         Args:
-            x: of the shape and dtype that the peer sends.
-            peer, lane, tag, what: as for :meth:`send`.
+            x: a tensor of the shape and dtype that the peer sends.
+            peer, lane, tag, what: see :meth:`send`.
         """
         format_, sent = self._format(x.shape, x.dtype, lane), x
         if format_ is not None:
@@ -284,9 +284,9 @@ class P2PChannel:
         It is one operation in a communicator of all ranks: with messages, NCCL would make one for each pair.
 
         Args:
-            x, out: of one dtype.
-            sent, came: by rank, the sizes of the slices of ``x`` and of ``out``.
-            lane, what: as for :meth:`send`.
+            x, out: input and output, of one dtype.
+            sent, came: the sizes of the slices of ``x`` and of ``out``, by rank.
+            lane, what: see :meth:`send`.
 
         Raises:
             PeerError: a rank did not come.

@@ -119,7 +119,7 @@ def check_equal(argument: str, ranks: Sequence[int], values: Sequence[object]) -
     """Check that ``values`` is the same on all ranks of ``argument``.
 
     Raises:
-        ValueError: it differs; the message has the value of each rank.
+        ValueError: the values differ. The message has the value of each rank.
     """
     if any(value != values[0] for value in values):
         by_rank = "; ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, values, strict=True))
@@ -148,9 +148,9 @@ def made_alone(
 
     Args:
         name: name of its purpose.
-        ranks: its members.
+        ranks: the members.
         backend: name of its backend.
-        token: the same on all of them, and unique among the sets of members of this run.
+        token: a value that is equal on all members, and unique among the sets of members of this run.
         times: number of groups with that token, name and ranks, including this one.
         timeout_s: timeout of its operations.
     """
@@ -234,7 +234,7 @@ class Members:
         over these only.
 
         Raises:
-            PeerError: one of them died, or did not arrive in time.
+            PeerError: a member died, or did not arrive in time.
         """
         ranks = list(ranks)
         self._made[name, tuple(ranks)] += 1

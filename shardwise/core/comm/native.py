@@ -42,7 +42,7 @@ class _Launched:
 
 
 class NativeGroup(ControlledGroup):
-    """One library call per collective, on one communicator for gathers and another for reductions.
+    """Makes one library call per collective, on one communicator for gathers and another for reductions.
 
     Gathers and reductions may therefore be in flight at the same time. There are two differences from the other groups:
     sums are computed in the library's order and in the dtype of the transfer (NCCL rounds 16-bit sums at every hop),
@@ -50,7 +50,7 @@ class NativeGroup(ControlledGroup):
     ``wait()``. The backend's own watchdog reports a dead peer.
 
     Attributes:
-        coalesces: one call gathers or reduces a list of parts of different lengths, as NCCL's does.
+        coalesces: whether one call gathers or reduces a list of parts of different lengths, as with NCCL.
     """
 
     coalesces = False

@@ -180,7 +180,7 @@ class SharedGroup(Group):
         return buffers
 
     def _mapped_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        """Make one array each that all ranks map; only by memfd, since the size of /dev/shm is limited."""
+        """Make one array for each rank, which all ranks map. It uses memfd, since the size of /dev/shm is limited."""
         bounds = [tuple(rank * numel for rank in range(self.size + 1)) for numel, _ in specs]
         made = self._mapped([(each, dtype) for each, (_, dtype) in zip(bounds, specs, strict=True)])
         return self._buffers(specs) if made is None else made
@@ -364,7 +364,7 @@ class SharedGroup(Group):
 
         Args:
             missing: returns the ranks to wait for.
-            what: for messages.
+            what: description of the operation, for messages.
             meeting: wait for an exchange, in which ranks that have failed get in sync again: a failed rank waits for
                 other failed ranks.
 

@@ -130,7 +130,7 @@ class MappedBuffer(Buffer):
     """A shard in one array that all ranks map.
 
     Args:
-        group: its group.
+        group: the group of the ranks that map the buffer.
         peers: every rank's part of the array.
         private: the private mapping, which shows the shared contents where this rank has written nothing.
         start: offset in ``private`` in bytes, a multiple of the page size.

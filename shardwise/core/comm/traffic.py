@@ -23,7 +23,7 @@ class Traffic:
         self.calls: dict[str, int] = dict.fromkeys(KINDS, 0)
 
     def add(self, kind: str, sent_bytes: int) -> None:
-        """Count one operation of ``kind`` (one of :data:`KINDS`) that sends ``sent_bytes``."""
+        """Count one operation of ``kind`` (an entry of :data:`KINDS`) that sends ``sent_bytes``."""
         self.bytes[kind] += sent_bytes
         self.calls[kind] += 1
 

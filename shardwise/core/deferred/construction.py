@@ -352,7 +352,7 @@ class _PlainTensors:
     changed.
 
     Args:
-        modules: of the construction; modules in their containers are added.
+        modules: modules of the construction; modules in their containers are added.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -40,13 +40,13 @@ class Storage:
 
     Attributes:
         placement: which memory and dtypes each chunk has.
-        chunks: by index.
+        chunks: the chunks, by index.
         states: masters by chunk index, of chunks that an optimizer trains.
         ledger: accounts of device memory.
         uses_disk: whether any rank has something on a disk.
         store: this rank's file on the disk, or ``None``.
-        compressed: by chunk index, the group that quantizes its shards; see [Note: Rounded parameters].
-        new_shards: by chunk index, host memory for parameters that are updated on a disk before ``step()``.
+        compressed: the groups that quantize the shards of a chunk, by chunk index; see [Note: Rounded parameters].
+        new_shards: host memory for parameters that are updated on a disk before ``step()``, by chunk index.
         upload_slots: copy updated masters on the host to shards on the device.
 
     Raises:

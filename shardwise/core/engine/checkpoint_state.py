@@ -67,7 +67,7 @@ class Fragment:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is the entire tensor."""
+        """Whether the fragment is the entire tensor."""
         return self.cut is None and self.start == 0 and self.numel == torch.Size(self.shape).numel()
 
 
@@ -85,7 +85,7 @@ class FragmentPlan:
 
     Args:
         blocks: this rank's values.
-        most_bytes: of a fragment.
+        most_bytes: largest size of a fragment, in bytes.
         replica, replicas: this rank's index among those with the same values, and their number.
     """
 
@@ -151,8 +151,8 @@ class EngineLocalState:
     """This rank's values of one model and its optimizers, by global names.
 
     Args:
-        values: of the model.
-        optimizers: of the model.
+        values: the parameter values of the model.
+        optimizers: the optimizers of the model.
 
     Attributes:
         names: all names of each parameter of the whole model, the saved one first.

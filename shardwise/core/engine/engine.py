@@ -55,7 +55,7 @@ class Engine:
 
     Args:
         model: any module; parameters may be on the meta device or deferred.
-        optimizers: of its parameters (each parameter in at most one).
+        optimizers: the optimizers of the model's parameters (each parameter in at most one).
         plan: the packing, tiers, precision and schedule.
         mesh: the ranks.
 
@@ -67,7 +67,7 @@ class Engine:
         guards: errors for wrong uses.
         values: access to all parameter values.
         model_hooks: the hooks on the model.
-        accounts, meter: of the device's memory.
+        accounts, meter: accounts and meter of the device's memory.
 
     Raises:
         ValueError: an optimizer cannot be sharded, has a tensor that is not a parameter of the model, or shares

@@ -30,7 +30,7 @@ def estimate_memory(
 
     Args:
         model: may be on the meta device.
-        optimizer: of its parameters. Factored state (Adafactor) is not counted.
+        optimizer: the optimizer of the model's parameters. Factored state (Adafactor) is not counted.
         plan: without pipeline stages, replicas, secondary shards and updates during backward.
         ranks: number of ranks.
         rank: index among the ranks that shard parameters.

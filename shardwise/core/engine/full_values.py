@@ -110,7 +110,7 @@ def each_parameter(
     parameter, and freed after its last. Collective.
 
     Args:
-        shards: of the model.
+        shards: the shards of the model.
         params: indices, the same on every rank with the same layers.
         doing: what is read, for errors of a disk, on which all ranks with the same layers agree.
         load: reads this rank's part of the chunk with this index, and returns the function that gathers it.
@@ -139,7 +139,7 @@ def full_values(shards: ModelShards, masters: bool) -> Iterator[tuple[int, torch
     Values of parameters of one chunk are views of one array, which is gathered for the first of them.
 
     Args:
-        shards: of the model.
+        shards: the shards of the model.
         masters: yield the fp32 master if there is one.
     """
     dtypes = {index: stored_dtype(shards, chunk, masters) for index, (chunk, _) in enumerate(shards.layout.where)}
@@ -158,9 +158,9 @@ def _across_stages(
     """Yield the tensors of all pipeline stages by the parameters' places, in order. Collective.
 
     Args:
-        shards: of the model.
+        shards: the shards of the model.
         own: this rank's full tensors by index, in order.
-        dtypes: of these.
+        dtypes: dtypes of the parameters.
     """
     table, mesh = shards.partition.table, shards.mesh
     if mesh.pipeline.size == 1:
@@ -182,9 +182,9 @@ def first_owners(shards: ModelShards, values: Mapping[int, Any], what: str) -> l
     """Return place, first pipeline rank and its value for each parameter with a value, in order. Collective.
 
     Args:
-        shards: of the model.
+        shards: the shards of the model.
         values: this rank's values by its index of the parameter; JSON-able.
-        what: for messages.
+        what: description of the operation, for messages.
     """
     place = shards.partition.table.place
     posts = shards.mesh.pipeline.exchange_object([[place[index], each] for index, each in values.items()], what)

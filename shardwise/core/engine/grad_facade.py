@@ -74,11 +74,11 @@ class UserGrads:
     """Changes of gradients by the user since the last step, by optimizer.
 
     Args:
-        names: of the parameters, by index, the same on every rank.
+        names: names of the parameters, by index, equal on every rank.
         group: the ranks that shard them.
 
     Attributes:
-        changes: by optimizer and parameter, since its last step.
+        changes: changes since the last step, by optimizer and parameter.
     """
 
     def __init__(self, names: Mapping[int, str], group: Group) -> None:
@@ -89,7 +89,7 @@ class UserGrads:
         return self.changes.setdefault(optimizer, {}).setdefault(index, Change())
 
     def changed(self, optimizer: int, index: int, operands: Iterable[Any] | None) -> None:
-        """Note an in-place change of a gradient by these operands; ``None``: by an unknown operation."""
+        """Record an in-place change of a gradient by these operands. ``None`` is an unknown operation."""
         change = self._change(optimizer, index)
         change.count += 1
         for each in operands or ():
@@ -165,16 +165,16 @@ def _by_rank(values: Sequence[float]) -> str:
 # averaged and unscaled values. Stored values are neither, so each use converts them by the current factor.
 @dataclass(eq=False)
 class Entry:
-    """One trainable parameter.
+    """A trainable parameter.
 
     Attributes:
-        index: of the parameter.
+        index: index of the parameter.
         place: position among the trainable parameters.
-        state, slot: its gradient state, and the position in its chunk.
-        start, end: its range in this rank's shard.
+        state, slot: gradient state of the chunk, and position of the parameter in the chunk.
+        start, end: range of the parameter in this rank's shard.
         grad: what its ``.grad`` shows while there is a gradient.
         shown: what the engine has put there.
-        hook_id: of the engine's last hook on it, after which there must be no other.
+        hook_id: id of the engine's last hook on the parameter, after which there must be no other.
     """
 
     index: int
@@ -212,16 +212,16 @@ class GradFacade:
     """``.grad`` of one model's trainable parameters.
 
     Args:
-        shards: of the model.
+        shards: the shards of the model.
         states: gradient states by chunk index.
-        passes: of the model.
-        counts: of the steps under way.
+        passes: the backward passes of the model.
+        counts: the pass counts of the steps under way.
 
     Attributes:
         stale: warns about gradients that a step has used.
-        clip: by optimizer, a factor of its next step that is not applied to the stored gradients yet.
-        limits: by optimizer, the ``max_norm`` that the program has set.
-        asked: by optimizer, clipping calls for its next step and their arguments, which every rank makes.
+        clip: factors of the next step that are not applied to the stored gradients yet, by optimizer.
+        limits: the ``max_norm`` that the program has set, by optimizer.
+        asked: clipping calls for the next step with their arguments, which every rank makes, by optimizer.
     """
 
     def __init__(

@@ -27,15 +27,15 @@ class Gradients:
     """The gradients of one model.
 
     Args:
-        shards: of the model.
-        pool: of gathered parameters.
+        shards: the shards of the model.
+        pool: the pool of gathered parameters.
         broken: updates during backward that cannot be used are marked there.
-        meter: of the device's memory, or ``None``.
+        meter: the meter of the device's memory, or ``None``.
         events: notified of passes and results.
 
     Attributes:
         states: gradient shards by chunk index.
-        counts: of the steps under way.
+        counts: the pass counts of the steps under way.
         reducer: reduces gradients over the ranks.
         passes: notices backward passes and ends them.
         early: updates during backward.

@@ -48,7 +48,7 @@ def load_full(values: ParameterValues, state_dict: Mapping[str, Any], strict: bo
         ValueError: ``assign=True``; or ranks give different names, shapes, dtypes or values of parameters.
         RuntimeError: entries are missing, unexpected, or have the wrong shape or kind of numbers; the message lists
             them. Shapes are checked even if ``strict`` is False.
-        PeerError: one of these was raised on another rank.
+        PeerError: another rank raised such an error.
     """
     shards, state_dicts = values.shards, values.guards.state_dicts
     values.guards.check_sharded()
@@ -86,7 +86,7 @@ def compare_states(values: ParameterValues, state_dict: Mapping[str, Any]) -> No
     """Compare the ranks' states before a module itself loads one into gathered parameters. Collective.
 
     Raises:
-        ValueError, PeerError: as :func:`load_full`.
+        ValueError, PeerError: see :func:`load_full`.
     """
     group = values.shards.mesh.mesh_group
     with collectively(group, LOADING, UNCHANGED, describe=lambda: _describe(_loadable(values), state_dict)):
@@ -193,9 +193,9 @@ def check_buffers_and_extra(
     """Check tensors that modules compute for each state (packed scales), before anything is loaded.
 
     Args:
-        state_dicts: of the model.
+        state_dicts: the state dicts of the model.
         own: the model's buffers and extra state now, by saved name.
-        values: those to load.
+        values: the values to load.
 
     Returns:
         For each computed tensor that differs, the modules that can restore it from the state.
@@ -241,9 +241,9 @@ def load_buffers_and_extra(
     """Load tensors of the same shapes (cast), extra state, and what modules restore themselves.
 
     Args:
-        state_dicts: of the model.
+        state_dicts: the state dicts of the model.
         own: the model's buffers and extra state now, by saved name.
-        values: those to load.
+        values: the values to load.
         computed: the result of :func:`check_buffers_and_extra` for them.
 
     Raises:

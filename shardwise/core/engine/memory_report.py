@@ -44,18 +44,18 @@ class MemoryReport:
     waiting_bytes: int
     """Host memory for parameters that were updated during backward with state on a disk, until ``step()``."""
     by_tier: dict[str, dict[str, int]]
-    """The same by tier (``"device"``, ``"host"``, ``"disk"``) and kind, without zeros."""
+    """Bytes of model data by tier (``"device"``, ``"host"``, ``"disk"``) and kind, without zeros."""
     device_peak_bytes: int
     """Peak of device memory; 0 without a declared capacity."""
     device_capacity_bytes: int | None
-    """The capacity in the plan; ``None``: no limit."""
+    """The capacity in the plan. ``None`` if there is no limit."""
 
     @property
     def total_bytes(self) -> int:
         return sum(map(self.tier_bytes, self.by_tier))
 
     def tier_bytes(self, tier: str) -> int:
-        """All model data in ``tier``."""
+        """Return the bytes of all model data in ``tier``."""
         return sum(self.by_tier.get(tier, {}).values())
 
 
@@ -63,9 +63,9 @@ class Accounts:
     """The memory of one model on this rank by kind and tier; the device's part goes to its ledger.
 
     Args:
-        storage: of parameters and masters.
+        storage: the storage of parameters and masters.
         model: the module. Each storage of its buffers counts once.
-        dtype: of buffers; see :func:`dtype_of_buffer`.
+        dtype: dtype of buffers; see :func:`dtype_of_buffer`.
         foreseen: all buffers are this rank's, so they count before the build puts them on the device.
 
     Attributes:
@@ -76,7 +76,8 @@ class Accounts:
         self._storage, self._model, self._device = storage, model, storage.mesh.device
         self.steppers: list[TileStepper] = []
         self._expected_bytes = self._buffers_bytes = self._to_come = 0
-        """Of optimizer state from the first step on; of buffers; of those that the build will put on the device."""
+        """Bytes of optimizer state from the first step on, of buffers, and of buffers that the build will put on the
+        device."""
         ledger = storage.ledger
         ledger.account("masters and optimizer state", self._device_bytes)
         ledger.account("update scratch", lambda: self._scratch_bytes(Tier.DEVICE))

@@ -1,4 +1,4 @@
-"""What the engine installs on the user's model: hooks on forward passes and gradients, and replaced methods."""
+"""The engine's hooks on forward passes and gradients of the user's model, and the methods that it replaces."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ModelHooks:
     """The hooks on one model.
 
     Args:
-        values: of the model.
-        grads: of the model.
+        values: the parameter values of the model.
+        grads: the gradients of the model.
         events: notified of forward passes.
 
     Attributes:
-        hooks: those that gather, or ``None`` if nothing is gathered.
+        hooks: hooks that gather, or ``None`` if nothing is gathered.
     """
 
     def __init__(self, values: ParameterValues, grads: Gradients, events: Events) -> None:

@@ -34,9 +34,9 @@ class ModelParallelNorm:
     """The part of this rank's gradients that counts.
 
     Args:
-        shards: of the model.
+        shards: the shards of the model.
         group: the model-parallel group.
-        batches: of the passes since the last step.
+        batches: the batches of the passes since the last step.
         states: gradients of one optimizer.
 
     Warns:

@@ -24,16 +24,16 @@ class ModelShards:
 
     Attributes:
         model: the user's module.
-        model_id: its id on process groups that models share.
+        model_id: id of the model on process groups that models share.
         partition: this rank's part of the model, and the table of all parameters.
         layout: chunk and span of each parameter, by index.
         storage: memory of chunks, in all tiers.
         params: this rank's parameters, by index.
         optimizers: the user's; ``ChunkSpec.optimizer`` is a position among them.
         whole_tensor_optimizers: positions of those that need unsharded tensors; the same on every pipeline stage.
-        chunks: by chunk index.
+        chunks: the chunks, by index.
         states: masters, by chunk index.
-        plan: of the build.
+        plan: the plan of the build.
         mesh: the ranks.
     """
 

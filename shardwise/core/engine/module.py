@@ -30,7 +30,7 @@ class ShardedModule(TransparentModule):
     """Runs the sharded module; its other attributes are the user's module's.
 
     Args:
-        values: of the model.
+        values: the parameter values of the model.
         model_hooks: the hooks on the model.
         report: returns the bytes of model data on this rank.
 

@@ -26,15 +26,15 @@ from shardwise.core.update.tiles import ParamShard
 
 
 class OneParameter:
-    """One parameter. Its value is the fp32 master if there is one.
+    """Access to one parameter. Its value is the fp32 master if there is a master.
 
     Under tensor parallelism the full tensor is that of this rank's layer, with the shape of the parameter itself.
 
     Args:
-        values: of the model.
-        grads: of the model.
+        values: the parameter values of the model.
+        grads: the gradients of the model.
         optimizers: all optimizers of the model.
-        index: of the parameter, in the order of the session's ``params``.
+        index: index of the parameter, in the order of the session's ``params``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OneParameter:
 
     @property
     def name(self) -> str:
-        """Its first name in the model."""
+        """The first name of the parameter in the model."""
         return self._shards.name(self.index)
 
     @property
@@ -144,7 +144,7 @@ class OneParameter:
         """Return the gradient that the next step would apply, before clipping: averaged and unscaled, at least fp32.
 
         Raises:
-            RuntimeError: it is not averaged yet, or not kept.
+            RuntimeError: the gradient is not averaged yet, or the plan does not keep it.
         """
         facade = self._grads.facade
         with nullcontext() if own else self._mesh.doing("reading a gradient"):
@@ -183,11 +183,11 @@ class OneParameter:
 
     @collective("reading the state of a parameter")
     def state(self, key: str, own: bool = False) -> torch.Tensor | None:
-        """Return one entry of its optimizer state; numbers (``step``) as they are. ``None`` before a step.
+        """Return an entry of the parameter's optimizer state: a tensor, or a number (``step``). ``None`` before a step.
 
         Raises:
             KeyError: the state has no such entry.
-            ValueError: it is neither element-wise nor a number (as rows and columns of Adafactor).
+            ValueError: the entry is neither element-wise nor a number (as rows and columns of Adafactor).
         """
         if self._optimizer is None:
             return None
@@ -228,12 +228,12 @@ class OneParameter:
     @collective("writing the state of a parameter")
     @torch.no_grad()
     def set_state(self, key: str, value: torch.Tensor, own: bool = False) -> None:
-        """Replace one element-wise entry of its optimizer state.
+        """Replace an element-wise entry of the parameter's optimizer state.
 
         Raises:
-            ValueError, PeerError: as :meth:`set_value`.
+            ValueError, PeerError: see :meth:`set_value`.
             RuntimeError: no optimizer has it, or it has no state yet.
-            KeyError: its state has no such entry.
+            KeyError: the state has no such entry.
         """
         self._guards.check_open(f"writing the state of {self.name}")
         state, optimizer = self.state(key, own=True), self._optimizer

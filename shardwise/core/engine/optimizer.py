@@ -41,10 +41,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: any element-wise torch optimizer over the model's parameters.
-        index: its position among the optimizers of the model.
+        index: position of this optimizer among the optimizers of the model.
         scaler: the loss scale, or ``None``.
-        values: of the model.
-        grads: of the model.
+        values: the parameter values of the model.
+        grads: the gradients of the model.
         model_hooks: the hooks on the model.
         events: notified of updates.
 
@@ -577,7 +577,7 @@ def first_non_finite(states: Iterable[ChunkGrads], facts: Sequence[ParamInfo], m
 
     Args:
         states: gradients of chunks.
-        facts: of the parameters, by index.
+        facts: metadata of the parameters, by index.
         mesh: the ranks.
     """
     checks = dict[torch.device, list[tuple[int, torch.Tensor]]]()

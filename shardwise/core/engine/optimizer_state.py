@@ -46,10 +46,10 @@ class OptimizerState:
     """Shards and unshards the state of one optimizer.
 
     Args:
-        shards: of the model.
+        shards: the shards of the model.
         optimizer: the user's own.
-        index: its position among the optimizers of the model.
-        updates: of its tiles.
+        index: position of this optimizer among the optimizers of the model.
+        updates: the updates of the optimizer's tiles.
     """
 
     def __init__(self, shards: ModelShards, optimizer: torch.optim.Optimizer, index: int, updates: TileUpdates) -> None:
@@ -64,7 +64,7 @@ class OptimizerState:
         """Check the state that the optimizer has already.
 
         Raises:
-            ValueError: it cannot be sharded.
+            ValueError: the state cannot be sharded.
         """
         for position, tile in enumerate(self._updates.tiles):
             for piece, entry in zip(tile.pieces, self._prior_of(position), strict=True):
@@ -202,7 +202,7 @@ class OptimizerState:
                 yield self._table.place[param], self._entry(param, span, entry, full, needed)
 
     def _gather(self, chunk: Chunk, shards: dict[str, torch.Tensor], needed: bool) -> dict[str, torch.Tensor]:
-        """Return one chunk's element-wise state by key, on the host."""
+        """Return the element-wise state of a chunk by key, on the host."""
         full: dict[str, torch.Tensor] = {}
         for key, shard in shards.items():
             gathered = gather_chunk(self._mesh.shard, chunk.spec, shard.to(chunk.device))
@@ -336,7 +336,7 @@ class OptimizerState:
         """Check that the argument is a state, and return it in the form of our optimizers.
 
         Raises:
-            ValueError: it is not the state of an optimizer.
+            ValueError: the value is not the state of an optimizer.
         """
         state = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
         if not {"state", "param_groups"} <= state.keys():

@@ -104,8 +104,8 @@ def load_initial_values(model: nn.Module, partition: Partition, storage: Storage
 
     Args:
         model: the user's module; its parameters belong to the chunks afterwards.
-        partition: of the model.
-        storage: of the shards.
+        partition: the partition of the model.
+        storage: the storage of the shards.
         plan, mesh: whether rank 0's values are broadcast, and the dtype of buffers.
     """
     index_of = {id(param): index for index, param in enumerate(partition.params)}

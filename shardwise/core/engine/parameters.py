@@ -37,11 +37,11 @@ class ParameterValues:
     """The parameter values of one model.
 
     Args:
-        shards: of the model.
-        pool: of gathered parameters.
-        guards: of the model.
-        grads: of the model; a pass that failed may have updated masters.
-        meter: of the device's memory, or ``None``.
+        shards: the shards of the model.
+        pool: the pool of gathered parameters.
+        guards: the guards of the model.
+        grads: the gradients of the model; a pass that failed may have updated masters.
+        meter: the meter of the device's memory, or ``None``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ParameterValues:
         self.grads, self._early = grads, grads.early
         self.master_edits = MasterEdits(shards.chunks, shards.states, shards.storage.rounding)
         self._writing: tuple[Collection[int] | None, ...] = ()
-        """Units of each open ``gathered(write_back=True)`` block; ``None``: all."""
+        """Units of each open ``gathered(write_back=True)`` block. ``None`` stands for all units."""
 
     def make_current(self, what: str) -> None:
         """Keep the program's writes to parameters before ``what`` reads or writes all values. Collective.
@@ -73,7 +73,7 @@ class ParameterValues:
         Collective inside such a block.
 
         Raises:
-            RuntimeError: as at the end of the block.
+            RuntimeError: see the end of a ``gathered`` block.
         """
         if not self._writing or not self.pool.blocks.any_open:
             return
@@ -112,7 +112,7 @@ class ParameterValues:
         """Gather full parameters in place inside the block; every rank enters. ``write_back`` keeps changes.
 
         Args:
-            places: of the needed parameters, whose units are gathered; ``None``: all.
+            places: indices of parameters whose units are gathered; ``None``: all units.
 
         Raises:
             ValueError: on every rank, if they have different ``places``.

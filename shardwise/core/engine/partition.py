@@ -26,7 +26,7 @@ class ParamTable:
     """The parameters of the whole model. Files, states and numbers of parameters refer to it.
 
     Attributes:
-        facts: of all parameters, in the model's order; equal on every rank except for the parts.
+        facts: metadata of all parameters, in the model's order; equal on every rank except for the parts.
         place: position of each of this rank's parameters in the whole model, by index.
         index: index of this rank's parameters by place.
         groups: places by optimizer and param group.
@@ -49,7 +49,7 @@ class Partition:
 
     Args:
         model: the unsharded model.
-        optimizers: of its parameters.
+        optimizers: the optimizers of the model's parameters.
         plan: how layers and stages are divided.
         mesh: the ranks.
 
@@ -59,8 +59,8 @@ class Partition:
         staging: pipeline stages, or ``None``.
         sequences: sequence parallelism, or ``None``.
         every: all parameters of the model with their facts, until :meth:`install`.
-        table: the same without the parameters, kept.
-        params, facts: those of this rank.
+        table: names, shapes and options of the parameters, without the parameters.
+        params, facts: parameters of this rank, and their metadata.
         shared: gradients of parameters that several stages use, after :meth:`install`.
 
     Raises:
@@ -150,7 +150,7 @@ class Partition:
         self.every = []
 
     def release(self) -> None:
-        """Remove its hooks."""
+        """Remove the hooks of this partition."""
         if self.shared is not None:
             self.shared.remove()
         if self.sequences is not None:

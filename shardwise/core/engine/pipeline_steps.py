@@ -35,9 +35,9 @@ class PipelineSteps:
     """The pipeline steps of one session.
 
     Args:
-        shards: of a model with stages.
-        grads: of the model.
-        optimizer: its loss scale is applied; ``None``: losses are not scaled.
+        shards: the shards of a model with pipeline stages.
+        grads: the gradients of the model.
+        optimizer: the optimizer whose loss scale is applied. With ``None`` losses are not scaled.
     """
 
     def __init__(self, shards: ModelShards, grads: Gradients, optimizer: ShardedOptimizer | None) -> None:

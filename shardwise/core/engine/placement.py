@@ -34,7 +34,7 @@ class Quantization:
     """The format of a chunk in communication.
 
     Attributes:
-        format: its name in :data:`FORMATS`.
+        format: name of the format in :data:`FORMATS`.
         by_owner: each update quantizes shards. Otherwise gathers do, and shards keep their values.
     """
 
@@ -44,10 +44,10 @@ class Quantization:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a placement depends on besides plan and layout.
+    """Values of this rank that a placement depends on, in addition to plan and layout.
 
     Attributes:
-        rank, size: of this rank, in the group that shards parameters.
+        rank, size: this rank and the number of ranks, in the group that shards parameters.
         device_type: ``"cpu"`` or ``"cuda"``.
         secondary: number of ranks that share secondary shards; ``None`` if there are none.
         limited: device memory has a capacity.
@@ -64,21 +64,22 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """Where one chunk's data is kept on this rank, and in which dtypes.
+    """The memory and the dtypes of the data of one chunk on this rank.
 
     Attributes:
         spec: the chunk.
         home: tiers of the shard, of masters and optimizer state, and of the gradient shard.
         shard_numel: elements of this rank's shard.
         resident: the full array stays on the device.
-        memory: of the shard, or of the full array.
-        quantization: in communication; ``None``: sent as it is.
+        memory: memory of the shard, or of the full array.
+        quantization: quantization in communication. ``None`` if the shard is sent as it is.
         secondary_numel: elements of the secondary shard; 0 without one.
-        master_dtype: of masters; ``None`` if the update changes the shard itself, because its state has the same home.
-        reduce_dtype, accumulate_dtype: in which gradients are reduced, and added up over passes.
-        grad_memory: of the gradient shard.
-        keeps_new_shard: updated parameters wait in host memory for ``step()``.
-        tiles: in which this rank updates the chunk; empty if no optimizer has it.
+        master_dtype: dtype of masters; ``None`` if the update changes the shard itself, because its state has the same
+            home.
+        reduce_dtype, accumulate_dtype: dtypes in which gradients are reduced, and added up over passes.
+        grad_memory: memory of the gradient shard.
+        keeps_new_shard: whether updated parameters wait in host memory for ``step()``.
+        tiles: tiles in which this rank updates the chunk. Empty if no optimizer has its parameters.
     """
 
     spec: ChunkSpec
@@ -143,8 +144,8 @@ class Placement:
     """The table of one model on this rank.
 
     Attributes:
-        chunks: by index.
-        disk_buffers: of the store.
+        chunks: the chunks, by index.
+        disk_buffers: the buffers of the disk store.
         warnings: requests of the plan that the chunks do not allow.
     """
 

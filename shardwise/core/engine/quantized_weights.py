@@ -56,7 +56,7 @@ def prepare_quantized(model: nn.Module, device: torch.device) -> Callable[[], No
 
     Args:
         model: the user's.
-        device: of the parameters; scales are moved there.
+        device: device of the parameters; scales are moved there.
     """
     undo = ExitStack()
     for module in model.modules():

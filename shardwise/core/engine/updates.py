@@ -61,7 +61,7 @@ class StateOffload:
         """Raise if state is offloaded, since training needs it.
 
         Raises:
-            RuntimeError: it is offloaded.
+            RuntimeError: the state is offloaded.
         """
         if self._moved:
             raise RuntimeError(
@@ -154,8 +154,8 @@ class TileUpdates:
 
     Args:
         optimizer: the user's own.
-        index: its position among the optimizers of the model.
-        shards: of the model.
+        index: position of this optimizer among the optimizers of the model.
+        shards: the shards of the model.
         grads: gradient states of the chunks that it trains.
         broken: parts that an update changes are marked there.
         early: updates during backward; what they made is lost if a step fails.
@@ -266,7 +266,10 @@ class TileUpdates:
         return disk_tile.opened() if disk_tile is not None else nullcontext()
 
     def replace(self, position: int, states: Sequence[dict[str, Any] | None]) -> None:
-        """Replace the state of the tile at ``position``, one dict for each piece; ``None``: never stepped."""
+        """Replace the state of the tile at ``position``.
+
+        There is one dict for each piece, or ``None`` for a piece that was never stepped.
+        """
         self._visits.release()
         for piece, state in zip(self.tiles[position].pieces, states, strict=True):
             self.optimizer.state.pop(piece.value, None)

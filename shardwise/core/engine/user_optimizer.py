@@ -73,7 +73,7 @@ def redirect(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer, n
     Args:
         optimizer: the user's.
         sharded: the optimizer that steps instead.
-        names: of its parameters, by ``id``.
+        names: names of the optimizer's parameters, by ``id``.
     """
     own = vars(optimizer)
     optimizer.state.clear()  # it is keyed by parameters

@@ -49,7 +49,8 @@ class BackwardPasses:
     autograd's callback of its outermost task; nested passes (reentrant checkpointing) end nothing by themselves.
 
     Args:
-        pool, reducer, meter: of the model; ``meter`` is ``None`` if memory has no limit.
+        pool, reducer, meter: chunk pool, reducer and memory meter of the model. Without a limit of memory ``meter`` is
+            ``None``.
         events: notified of passes.
         average: over the passes of a step, as in :class:`~shardwise.plan.GradPlan`. Under ``"tokens"`` gradients must
             come through :meth:`backward` or :meth:`weighed`, with the number of tokens.

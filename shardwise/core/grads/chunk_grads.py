@@ -33,7 +33,7 @@ class Reduction(Enum):
     FILLING = auto()
     """Some gradients are in the bucket; more are expected, or the pass is not reduced."""
     DEPOSITED = auto()
-    """All expected gradients have arrived; the chunk's turn has not come."""
+    """All expected gradients have arrived, and earlier chunks are still to be reduced."""
     REDUCING = auto()
     """Peers read the bucket; further gradients go into ``overflow``."""
     REDUCED = auto()
@@ -247,7 +247,7 @@ class ChunkGrads:
         self.aliased = False
 
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
-        """Add one parameter's gradient to ``bucket``, or to ``overflow`` once the reduction has begun."""
+        """Add the gradient of a parameter to ``bucket``, or to ``overflow`` after the reduction has begun."""
         launched = self.launched
         if launched and self.overflow is None:
             self.overflow = torch.zeros(self.spec.padded_numel, dtype=self.dtype, device=self.chunk.device)
@@ -413,7 +413,7 @@ class GradOffload:
     wait for a copy first.
 
     Args:
-        device: of the results.
+        device: device of the results.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -44,7 +44,7 @@ class ModelParallelParts:
     """The tensor-parallel ranks, which hold other parts of the model.
 
     Attributes:
-        group: those ranks and this one.
+        group: the group of those ranks and this one.
         counted: this rank's gradients without those that a lower rank of ``group`` has, too; ``None``: all.
         words: numbers that have to be equal on all of them.
         differ: called on each rank if the numbers differ; raises.
@@ -204,7 +204,7 @@ def each_norm(parts: Parts, p: float, group: Group, tp_group: Group | None, divi
         p: order of the norm, above 0, ``math.inf`` included.
         group: the ranks that hold the other parts.
         tp_group: the tensor-parallel ranks, or ``None``.
-        divided: by gradient, whether the ranks of ``tp_group`` have different parts of it.
+        divided: for each gradient, whether the ranks of ``tp_group`` have different parts of it.
     """
     norms: list[float] = []
     for wide in (torch.float32, torch.float64):

@@ -48,8 +48,8 @@ class StepCounts:
     Attributes:
         loss_scale: the loss scale of the present gradients.
         optimizers: indices of the optimizers that have gradients; -1 stands for parameters of no optimizer.
-        reduced: by optimizer, passes that reached one of its parameters on some rank since its gradients were used or
-            dropped.
+        reduced: by optimizer, the number of passes that reached one of its parameters on some rank since its gradients
+            were used or dropped.
     """
 
     def __init__(self, optimizers: Iterable[int]) -> None:
@@ -238,7 +238,10 @@ class WaitPolicy:
             self._began = time.monotonic()
 
     def limit_s(self, private_fits: bool) -> float:
-        """Return the seconds to wait now; ``private_fits``: the device has memory to go on without the bucket."""
+        """Return how many seconds to wait for a shared bucket.
+
+        ``private_fits`` says whether the device has enough memory to continue without it.
+        """
         if not private_fits:
             return WITHOUT_MEMORY_S
         if self._timed_out:
@@ -289,7 +292,7 @@ class ThenReplicas:
         first: the reduce-scatter into ``shard``.
         group: the replicas.
         shard: their buffer.
-        stream: of a GPU, on which the all-reduce waits for the reduce-scatter.
+        stream: the GPU stream on which the all-reduce waits for the reduce-scatter.
     """
 
     def __init__(self, first: Handle, group: Group, shard: Buffer, stream: torch.cuda.Stream | None) -> None:
@@ -362,7 +365,7 @@ class Reducer:
             own that accumulates locally; with ``predivide`` gradients are divided by it before their sum, and by the
             rest of the divisor after it.
         model_id: id of the model on the mesh.
-        counts: of the passes that gradients are made of.
+        counts: counts of the passes that contribute to the gradients.
         events: notified of reductions and their results.
         observer: uses results while the pass goes on.
 

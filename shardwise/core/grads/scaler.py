@@ -29,7 +29,7 @@ class LossScaler:
         return self.plan.min_scale < self.plan.max_scale
 
     def update(self, overflow: bool) -> None:
-        """Count one optimizer step, skipped because of ``overflow`` or taken."""
+        """Count an optimizer step. ``overflow`` says whether it was skipped because of overflow."""
         plan = self.plan
         if overflow:
             # Each further overflow lowers the scale again, until it grows.

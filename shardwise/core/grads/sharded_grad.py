@@ -58,7 +58,10 @@ class GradOwner(Protocol):
         """Raise if an optimizer of the user's own, made on sharded parameters, does ``what``."""
 
     def full(self, index: int, wide: bool) -> torch.Tensor:
-        """Return the full averaged, unscaled gradient in a new tensor; ``wide``: in fp32 at least. Collective."""
+        """Return the full averaged, unscaled gradient in a new tensor. Collective.
+
+        With ``wide`` the dtype is at least fp32.
+        """
 
     def zeroed(self, index: int) -> bool:
         """Return whether the gradient, which is to be set to zero, has been used already, so that nothing is left."""
@@ -70,7 +73,7 @@ class GradOwner(Protocol):
         """Return this rank's part (1-D) for a write, its place in the flat parameter, and its scale.
 
         Args:
-            index: of the parameter.
+            index: index of the parameter.
             operands: numbers and full tensors of the edit; ``None`` if they may differ between ranks.
             replaces: whether the first operand replaces the gradient.
         """
@@ -115,7 +118,7 @@ class ShardedGrad(torch.Tensor):
             owner: returns the owner of the gradients, or ``None`` when the session is closed.
             index: the parameter's.
             like: a tensor on any device with the shape, strides and dtype.
-            device: of results.
+            device: device of the results.
             views: functions that make the view from the gradient, applied in order.
             complete: whether the view has each element of the gradient once.
         """

@@ -17,7 +17,7 @@ def host_block(nbytes: int, pin_for: torch.device | None) -> torch.Tensor:
     """Return long-lived host memory: zeroed uint8 of ``nbytes``.
 
     Args:
-        nbytes: its size.
+        nbytes: size of the block.
         pin_for: page-lock it for this GPU; ``None``, or another device: ordinary memory.
 
     Raises:

@@ -111,8 +111,8 @@ class Ledger:
             return
         if not self.make_room(nbytes):
             total = sum(self.bytes_by_kind().values()) + nbytes
-            needs = f" needs {size_text(nbytes)} more on {self.device}, which makes"
-            raise DeviceMemoryError(self._message(what + (needs if nbytes else f": {self.device} holds"), total))
+            cause = f"{what} needs {size_text(nbytes)} more" if nbytes else f"there is no room for {what}"
+            raise DeviceMemoryError(self._message(cause, total))
 
     def make_room(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` more can be allocated, after freeing caches if necessary."""
@@ -146,8 +146,8 @@ class Ledger:
         if total_bytes > self.capacity_bytes:
             total = max(total, total_bytes)
         if total > self.capacity_bytes:
-            what = f"{when} {NON_MODEL} took up to {size_text(non_model_bytes)} on {self.device}, which makes"
-            raise DeviceMemoryError(self._message(what, total))
+            cause = f"{when}, {NON_MODEL} took up to {size_text(non_model_bytes)}"
+            raise DeviceMemoryError(self._message(cause, total))
         self.peak_bytes = max(self.peak_bytes, total)
 
     def short_elsewhere(self, group: str, ranks: Sequence[int]) -> DeviceMemoryError:
@@ -159,13 +159,13 @@ class Ledger:
         error.announced = True
         return error
 
-    def _message(self, what: str, total: int) -> str:
+    def _message(self, cause: str, total: int) -> str:
         capacity = self.capacity_bytes or 0
         sizes = sorted(self.bytes_by_kind().items(), key=lambda item: -item[1])
         accounts = "".join(f"\n  {kind}: {size_text(size)}" for kind, size in sizes if size)
         advice = "".join(f"\n  {ADVICE[kind]}" for kind, size in sizes if size and kind in ADVICE)
         return (
-            f"{what} {size_text(total)} of a capacity of "
-            f"{size_text(capacity)}: {size_text(total - capacity)} too much. It holds:{accounts or ' nothing'}\n"
+            f"the device {self.device} is {size_text(total - capacity)} too small: {size_text(total)} needed, capacity "
+            f"{size_text(capacity)}. {cause[0].upper()}{cause[1:]}. The device holds:{accounts or ' nothing'}\n"
             f"To reduce it, largest first:{advice or ' a larger capacity (device_capacity_bytes)'}"
         )

@@ -93,7 +93,7 @@ def missed_shares(
     """Return a line for each fraction of the plan that whole chunks miss by more than a tenth of the total.
 
     Args:
-        sizes, trainable: as for :func:`assign_homes`, which returned ``homes``.
+        sizes, trainable: the arguments of :func:`assign_homes`, which returned ``homes``.
     """
     if plan.auto is not None:
         return []

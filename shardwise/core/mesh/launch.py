@@ -30,7 +30,7 @@ TIMEOUT = timedelta(seconds=300)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 START = "start with torchrun or 'shardwise run'"
 BINDINGS = (VISIBLE, "SLURM_GPUS_PER_TASK", "SLURM_STEP_GPUS", "SLURM_GPU_BIND")
-"""If one of them is set, the visible GPUs may be this process's own."""
+"""If one of these variables is set, the visible GPUs may belong to this process alone."""
 
 _meetings = itertools.count()
 

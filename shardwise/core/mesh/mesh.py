@@ -197,12 +197,12 @@ class Mesh(_Axes):
         mesh calls it, each with its own group.
 
         Args:
-            group: those ranks and this one.
-            shared_memory: as in :class:`~shardwise.plan.CommPlan`.
+            group: the group of those ranks and this one.
+            shared_memory: see :class:`~shardwise.plan.CommPlan`.
 
         Raises:
             ValueError: this rank is not in ``group``, or another rank of this mesh is and would be counted twice.
-            RuntimeError: it was called with other ranks before, or the mesh has ``tp > 1`` or ``pp > 1``.
+            RuntimeError: the method was called with other ranks before, or the mesh has ``tp > 1`` or ``pp > 1``.
         """
         if self.tensor.size * self.pipeline.size > 1:
             raise RuntimeError(

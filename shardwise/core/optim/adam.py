@@ -419,7 +419,7 @@ class HybridAdam(CPUAdam):
     """Adam and AdamW for a model with parameters on the host, on GPUs, or on both.
 
     Args:
-        model_params: as for :class:`CPUAdam`, like all other named arguments.
+        model_params: see :class:`CPUAdam`, as for all other named arguments.
         defaults: default options of parameter groups; see :meth:`CPUAdam.add_param_group`.
 
     Raises:

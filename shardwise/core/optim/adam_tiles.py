@@ -73,7 +73,7 @@ def moment_dtype(param: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def adam_reference(slot: AdamSlot, rule: AdamRule, scale: float = 1.0) -> None:
-    """Run one step of Adam or AdamW, in readable form; allocates five tensors of the parameter's size.
+    """Run one step of Adam or AdamW, in readable form. It allocates five tensors of the parameter's size.
 
     With g the gradient times ``scale``, m and v the moments, t the step (Kingma and Ba, algorithm 1)::
 

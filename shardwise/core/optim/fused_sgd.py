@@ -16,7 +16,7 @@ class FusedSGD(torch.optim.SGD):
     Args:
         params: parameters, or groups of them.
         lr: learning rate, which has to be given.
-        momentum, dampening, weight_decay, nesterov: as torch's.
+        momentum, dampening, weight_decay, nesterov: see ``torch.optim.SGD``.
         wd_after_momentum: False; decay is added to gradients.
 
     Raises:

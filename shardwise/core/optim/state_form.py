@@ -231,10 +231,10 @@ def check_full_state(
     Args:
         optimizer: the user's own.
         full: ``state`` and ``param_groups``.
-        shapes: by group and position, of the optimizer's parameters.
+        shapes: shapes of the optimizer's parameters, by group and position.
 
     Raises:
-        ValueError: it is the state of another optimizer.
+        ValueError: the state is of another optimizer.
     """
     form, judged = StateForm(optimizer), set[tuple[int, SavedForm]]()
     for place, (own, theirs, sizes) in enumerate(

@@ -28,7 +28,7 @@ def check_least(name: str, value: Any, least: float = 0.0, most: float = float("
     """Check that ``value`` is a number from ``least`` to ``most``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is not a number, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor) or not least <= value <= most:
         raise ValueError(f"{name}={value!r}: give a number from {least} to {most}")

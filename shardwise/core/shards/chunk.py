@@ -1,4 +1,4 @@
-"""One chunk: its flat storage, the parameters that are views of it, and its state.
+"""A chunk has a flat storage, parameters that are views of it, and a state.
 
 A *resident* chunk keeps its unsharded array (DDP, ZeRO-1/2, small persistent tensors). A *transient* chunk keeps this
 rank's shard, and has an unsharded array only between gather and eviction (FSDP2's unshard and reshard). Memory is never
@@ -139,11 +139,11 @@ class Chunk:
     """Storage of one :class:`ChunkSpec` on this rank.
 
     Args:
-        spec: its layout.
+        spec: the layout of the chunk.
         params: the parameters of its slots.
         source: the home of the shard, or of the unsharded array of a resident chunk.
         rank: this rank in the shard group.
-        device: of gathered parameters.
+        device: the device of gathered parameters.
         resident: whether the unsharded array stays on the device.
 
     Attributes:

@@ -60,7 +60,7 @@ def locked(method: Method) -> Method:
 
 @dataclass(eq=False)
 class Scope:
-    """One open ``gathered()``.
+    """An open ``gathered()`` context.
 
     Attributes:
         units: indices of the units that it keeps gathered.
@@ -124,7 +124,7 @@ class ChunkPool:
         followed: the last step used the units in the order of the step before it.
         training: the order in which steps use units.
         sizes: gathered bytes of every unit; resident chunks do not count.
-        moved_bytes: of gathered chunks that acquires had to fetch so far.
+        moved_bytes: bytes of chunks that were gathered so far because a use found them sharded.
         lock: held by the thread that changes which units are gathered.
     """
 
@@ -572,7 +572,7 @@ class ChunkPool:
         """Check that the device has room for these ``chunks`` of ``unit``.
 
         Raises:
-            DeviceMemoryError: it has not.
+            DeviceMemoryError: the device has too little memory.
         """
         if self.ledger.capacity_bytes is None:
             return

@@ -50,7 +50,7 @@ from shardwise.core.shards.gather import ChunkPool
 def outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a hook that runs outside any compiled graph; it breaks the graph before and after the module.
 
-    Outside compiled code the hook is called directly: to switch the compiler off takes longer than most hooks.
+    Outside compiled code the hook is called directly, because switching the compiler off takes longer than most hooks.
     """
     disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
@@ -228,9 +228,9 @@ class GatherHooks:
 
     Args:
         model: the user's module.
-        pool: its chunks.
+        pool: the pool of the model's chunks.
         unit_of: unit by ``id`` of parameter, transient ones only.
-        units_of_module: by FQN, the units that cover exactly this module.
+        units_of_module: the units that cover exactly one module, by the FQN of the module.
         in_backward_pass: called at a gather during backward, so that the end of the pass is noticed.
     """
 
@@ -337,7 +337,7 @@ class GatherHooks:
         """Explain an ``error`` that a forward pass raised.
 
         Raises:
-            RuntimeError: it came from a transform inside the forward pass, which allows no saved-tensor hooks.
+            RuntimeError: the error came from a transform inside the forward pass, which allows no saved-tensor hooks.
         """
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
             raise RuntimeError(

@@ -178,7 +178,7 @@ class GatherOrderCheck:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks gather next.
+    """The units that the ranks gather next.
 
     Attributes:
         units: the units that any rank wants, in the order in which all ranks gather them.
@@ -238,7 +238,7 @@ class GatherAgreement:
         sources: homes of the chunks; the ranks must hold the same secondary shards (see [Note: Secondary shards]).
 
     Attributes:
-        reductions: those that begin in agreements, or ``None``.
+        reductions: the reductions that begin in agreements, or ``None``.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want o
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What packing needs to know of a parameter."""
+    """The properties of a parameter that packing reads."""
 
     names: tuple[str, ...]
     shape: torch.Size
@@ -137,7 +137,7 @@ class UnitSpec:
 
     Attributes:
         module: the FQN of the block that it covers, or ``None``.
-        title: its name in messages, pictures and profiles: the module, or its parameters.
+        title: name of the unit in messages, pictures and profiles: the module, or parameters.
     """
 
     index: int

@@ -118,7 +118,7 @@ class MemoryMeter:
         """Check the peak since the last use of a unit, or, on a GPU that is not traced now, of the pass.
 
         Raises:
-            DeviceMemoryError: it exceeds the device's capacity.
+            DeviceMemoryError: the peak exceeds the device's capacity.
         """
         self._ledger.expire()
         if self._recorder is not None:
@@ -142,13 +142,13 @@ class MemoryMeter:
             self._uses.add(use)
             self._ledger.expire()
         if self._recorder is not None and self._pool.in_training:
-            self.check("before the next unit")
+            self.check("before the next unit was gathered")
 
     def after_use(self, unit: int) -> None:
         """Record the use of a unit that can be read now.
 
         Raises:
-            DeviceMemoryError: with it, the device's capacity is exceeded.
+            DeviceMemoryError: the device's capacity is exceeded with this unit.
         """
         if self._recorder is not None and self._pool.in_training:
             kinds = self._ledger.model_bytes_by_kind()
@@ -192,7 +192,7 @@ class MemoryMeter:
         """Use an earlier trace of this model, so that no warm-up step is needed.
 
         Raises:
-            ValueError: its units have other names or sizes than the model's.
+            ValueError: the units of the trace have other names or sizes than the units of the model.
         """
         self._check_units(stats)
         self.stats, self._matches = stats, True

@@ -32,7 +32,7 @@ class ShardSource(ABC):
     """The home of one shard.
 
     Args:
-        tier: of the memory.
+        tier: the tier of the memory.
         exchange: the memory that peers read, long-lived; ``None`` on a disk.
         over: the group that gathers the shard, of the same ranks as the group given to a call; ``None``: that group.
     """
@@ -84,7 +84,7 @@ class MemorySource(ShardSource):
 
     Args:
         exchange: the memory.
-        tier: of the memory.
+        tier: the tier of the memory.
         uploads: the stream for copies from the host to a GPU, so that prefetches overlap with compute.
         over: see :class:`ShardSource`.
     """
@@ -158,7 +158,7 @@ class ReadAhead:
         buffers: number of buffers for gathers, reads ahead and changes, at least 1.
         renewals: number of further buffers for :meth:`DiskSource.renewing`, which another thread may call.
         count: number of buffers with a shard that was read ahead.
-        gathers: of a single rank, under way, oldest first.
+        gathers: gathers of a single rank that are under way, oldest first.
     """
 
     buffer_bytes: int
@@ -177,7 +177,7 @@ class DiskSource(ShardSource):
         store: the rank's store, with buffers of at least the shard's size.
         record: the shard's place in it.
         numel: elements of the shard.
-        dtype: of the shard.
+        dtype: dtype of the shard.
         staging: exchange memory of at least ``numel`` elements, shared by all such chunks; ``None`` on one rank.
         ahead: the buffers that all such chunks share.
         over: see :class:`ShardSource`.

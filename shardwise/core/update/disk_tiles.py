@@ -31,7 +31,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of one piece's state within the tile's state record."""
+    """The position of one state tensor of a parameter shard in the state record of a tile."""
 
     piece: int
     key: str
@@ -67,7 +67,7 @@ class DiskTile:
     """One tile on the disk.
 
     Args:
-        tile: its pieces; their values point at buffers while the tile is in memory, and read as NaN otherwise.
+        tile: the parameter shards. Their values point at buffers while the tile is in memory, and are NaN otherwise.
         store: the store that has the records.
         values: the record of its values, written already.
         optimizer: the optimizer whose state is stored.
@@ -91,7 +91,7 @@ class DiskTile:
         self._state: Record | None = None
         self._entries: tuple[_Entry, ...] = ()
         self._absent: dict[_Entry, torch.Tensor] = {}
-        """What the state shows while it is on the disk."""
+        """The values that stand for the state while it is on the disk."""
         self._room: dict[tuple[str, torch.dtype], int] = {}
         """By key, the offset of the whole tile's tensors in the state record."""
         self._buffers: list[torch.Tensor] = []

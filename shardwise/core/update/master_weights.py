@@ -45,8 +45,8 @@ class ChunkState:
 
     Args:
         chunk: the chunk.
-        home: its tiers.
-        dtype: of the masters; ``None``: there are no masters, and the parameter shard itself is updated.
+        home: the tiers of the state.
+        dtype: dtype of the masters. ``None`` if there are no masters, and the parameter shard itself is updated.
         memory: the masters' memory, if they are in memory.
         events: notified before all masters are read from a disk or written to it, so that listeners return buffers that
             they took in advance.
@@ -88,7 +88,7 @@ class ChunkState:
         """Return a context with this rank's masters in memory (``None`` without masters); with ``write``, changes are
         kept.
 
-        Masters on a disk are read into separate memory, all at once: for loading, saving and inspection.
+        Masters on a disk are read together into separate memory. Loading, saving and inspection use this.
         """
         if self.store is None:
             yield self.master
@@ -217,7 +217,7 @@ def take_over(
         shard: the values that the program has left.
         master: the master, or the shard itself if the parameters show a rounded copy of it.
         rounded: the rounded values of ``master``, if they are rounded in blocks.
-        slots: of the parameters that may have changed; ``None``: all.
+        slots: positions of the parameters that may have changed. ``None`` stands for all parameters.
 
     Returns:
         Whether any value was copied.

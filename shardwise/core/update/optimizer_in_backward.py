@@ -44,7 +44,7 @@ class EarlyUpdates:
         tiles: all tiles of the optimizer in memory; on a GPU, ``step()`` updates the tiles that are on the device.
         disk: the tiles on a disk, by chunk index.
         visits: brings these into memory.
-        new_shards: by chunk index, memory for new parameters of tiles on a disk whose parameters have their home in
+        new_shards: memory, by chunk index, for new parameters of tiles on a disk whose parameters have their home in
             memory.
         norm_type: p of the norm that ``step()`` reports.
         device: where the model computes; if it is a GPU, the current device of the update thread.
@@ -52,7 +52,7 @@ class EarlyUpdates:
     Attributes:
         updated: chunks whose masters are those of the next step already.
         pending: whether a pass has reached the optimizer since its last step; the same on all ranks.
-        norms: of gradients whose memory has been reused.
+        norms: norms of gradients whose memory has been reused.
         failure: the error that an update raised; later updates are skipped.
     """
 
@@ -203,8 +203,8 @@ class EarlyObserver:
     """Passes reduced gradients to the early updates of their optimizers.
 
     Args:
-        grads: by index of the chunk.
-        counts: of the steps under way.
+        grads: the gradients of chunks, by index of the chunk.
+        counts: the pass counts of the steps under way.
         broken: marks values that cannot be used any more.
         store: the disk, or ``None``.
     """

@@ -279,7 +279,7 @@ def same_memory(name: str, values: Sequence[torch.Tensor], named: Callable[[int]
 
 # See [Note: Masters apart from parameters] for the values of a tile.
 class TileStepper:
-    """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype.
+    """Runs a torch optimizer over tiles. It owns the scratch memory for gradients in the update's dtype.
 
     Args:
         named: returns the name of a piece's parameter for errors, from its index among the facts.
@@ -308,7 +308,7 @@ class TileStepper:
         """Whether the stepper is closed."""
         self.foreign, self._ours = is_foreign(optimizer), type(optimizer).__module__.startswith(OURS)
         self._may_move = self.foreign or not self._bare.module.startswith(OF_TORCH_OR_OURS)
-        """Whether its step may assign other memory to parameters."""
+        """Whether the step of the optimizer may assign other memory to parameters."""
         self.norm: TileNorm | None = None
         """Receives the gradients that an update reads, if it needs them."""
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]

@@ -119,12 +119,12 @@ class ShardedModelV2(ModelFront):
         """Shard the model with its optimizer. Collective over the model's ranks, and over the ranks of ``mp_group``.
 
         Args:
-            optimizer: a plain one.
+            optimizer: a plain torch optimizer.
             arguments: arguments of the sharded optimizer.
             mp_group: the model-parallel ranks with other parts of the model (``mp_process_group``).
 
         Raises:
-            RuntimeError: it has an optimizer already.
+            RuntimeError: the model has an optimizer already.
         """
         to_plan(self.arguments, arguments, self._facts)  # raises errors before anything is changed
         self._drop_session()

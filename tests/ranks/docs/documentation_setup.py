@@ -54,7 +54,10 @@ def _on_the_disk(names: Names) -> None:
 
 
 MEMORY: dict[str, list[Block]] = {
-    "docs/disk.md": [Block("session = shardwise.shard(model", before=_deep, after=_on_the_disk)],
+    "docs/disk.md": [
+        Block("session = shardwise.shard(model", before=_deep, after=_on_the_disk),
+        Block("from shardwise.nn.optimizer import HybridAdam", before=_deep),
+    ],
     "docs/inside/disk.md": [*shown("a picture of files", "<directory>/")],
     "docs/offload.md": [
         Block("session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
@@ -344,6 +347,8 @@ PAGES: dict[str, list[Block]] = {
         Block("from shardwise.booster import Booster", before=_training, after=_changed),
         Block("booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
         Block("from shardwise import deferred_init", before=_deferred),
+        Block("from shardwise.booster.plugin import Hyb", before=hybrid_pages.mlp, after=hybrid_pages.mlp_cut),
+        Block("from shardwise.shardformer import Shard", before=hybrid_pages.alone, after=hybrid_pages.alone_cut),
     ],
     "docs/checkpoint-format.md": [Block("import json", after=_read_by_itself)],
     "docs/checkpoints.md": [
@@ -406,11 +411,12 @@ PAGES: dict[str, list[Block]] = {
         *shown("a plan's file, which tests/unit/plan/test_plan.py reads", "stage = 3"),
     ],
     "docs/hybrid-parallel.md": [
+        Block("from torch.utils.data import", before=hybrid_pages.language, after=hybrid_pages.tensor_parallel),
+        Block("session = shardwise.shard", before=hybrid_pages.deeper, after=hybrid_pages.pipelined),
+        Block("session = shardwise.shard", before=hybrid_pages.language, after=hybrid_pages.sequence_parallel),
+        Block("feed_forward = ", before=hybrid_pages.unknown, after=hybrid_pages.divided),
         Block("from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),
         Block("plugin = Hybrid", before=hybrid_pages.deeper, after=hybrid_pages.llama_staged),
-        Block("plugin = HybridParallelPlugin(", before=hybrid_pages.llama, after=hybrid_pages.llama_shared),
-        Block("from shardwise.shardformer import Mod", before=hybrid_pages.mlp, after=hybrid_pages.mlp_cut),
-        Block("from shardwise.shardformer import Shard", before=hybrid_pages.alone, after=hybrid_pages.alone_cut),
     ],
     "docs/huggingface.md": [
         Block("from shardwise.huggingface", before=_trainer, after=_exists("model/model.safetensors")),

@@ -1,4 +1,4 @@
-"""What the blocks of docs/hybrid-parallel.md, docs/native.md and docs/fabric.md need, and what they must have done."""
+"""What the blocks of hybrid-parallel.md, booster.md, native.md and fabric.md need, and what they must have done."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
+from shardwise.session import Session
 from tests.support import lightning_setup
 
 WIDTH, VOCABULARY = 8, 32
@@ -36,9 +37,37 @@ def llama(names: Names, layers: int = 1) -> None:
     names["train_dataset"], names["criterion"] = Texts(), None
 
 
-def sizes_of(names: Names) -> dict[str, tuple[int, ...]]:
-    session = names["plugin"].session(names["model"])
+def sizes(session: Session) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of this rank's parameters by name."""
     return {fact.names[0]: tuple(fact.shape) for fact in session.engine.shards.layout.facts}
+
+
+def sizes_of(names: Names) -> dict[str, tuple[int, ...]]:
+    return sizes(names["plugin"].session(names["model"]))
+
+
+def tensor_parallel(names: Names) -> None:
+    """Both ranks have half of the layer."""
+    assert sizes(names["session"])["model.layers.0.mlp.up_proj.weight"] == (WIDTH, WIDTH)
+    assert names["loss"].isfinite()
+    names["session"].close()
+
+
+def pipelined(names: Names) -> None:
+    """Each rank has one of the two layers, and the loss is on the rank with the second one."""
+    layers = {name.split(".")[2] for name in sizes(names["session"]) if ".layers." in name}
+    loss = names["outcome"].loss
+    assert layers == {str(dist.get_rank())}
+    assert loss.isfinite() if dist.get_rank() else loss is None
+    names["session"].close()
+
+
+def sequence_parallel(names: Names) -> None:
+    """Both ranks get the same sequences."""
+    session = names["session"]
+    assert (session.data_ranks, session.mesh.sequence.size) == (1, dist.get_world_size())
+    assert names["loss"].isfinite()
+    session.close()
 
 
 def llama_cut(names: Names) -> None:
@@ -61,13 +90,6 @@ def llama_staged(names: Names) -> None:
     assert loss.isfinite() if dist.get_rank() else loss is None
 
 
-def llama_shared(names: Names) -> None:
-    """Both ranks see the same sequences, and a shard of all parameters is on each."""
-    session = names["plugin"].session(names["model"])
-    assert (session.data_ranks, session.mesh.sequence.size) == (1, dist.get_world_size())
-    assert names["loss"].isfinite()
-
-
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +98,23 @@ class Mlp(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(inputs)))
+
+
+class FeedForward(Mlp):
+    """A class that no table knows."""
+
+
+def unknown(names: Names) -> None:
+    names["model"] = FeedForward()
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
+
+
+def divided(names: Names) -> None:
+    """Both ranks have half of the layers, and the outputs are those of the full model."""
+    inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
+    assert sizes(names["session"])["up.weight"] == (WIDTH, WIDTH)
+    torch.testing.assert_close(names["session"].module(inputs), FeedForward()(inputs))
+    names["session"].close()
 
 
 def mlp(names: Names) -> None:

@@ -498,10 +498,10 @@ def one_step(session: Session, step: int, rows: int) -> None:
 
 
 PLACES = [
-    ("forward", "before the next unit"),
+    ("forward", "before the next unit was gathered"),
     ("forward", "in the forward pass"),
     ("forward", "what others gather"),
-    ("backward", "before the next unit"),
+    ("backward", "before the next unit was gathered"),
     ("backward", "in the backward pass"),
 ]
 """Places where one rank runs out of memory: the phase, and the request to the ledger."""

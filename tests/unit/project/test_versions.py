@@ -20,8 +20,8 @@ from shardwise.booster import plugin
 from shardwise.core.checkpoint import Checkpointer
 from shardwise.deepspeed.schema import KEYS
 from tests.matrix import environment, table
-from tests.matrix.cells import ROOT, Cell, cells, constraints, dotted, minor_of, pins, supported
-from tests.matrix.table import Row, not_tried, read, written
+from tests.matrix.cells import ROOT, cells, constraints, dotted, minor_of, pins, supported
+from tests.matrix.table import Row, read, written
 
 PYTHONS, TORCHES = supported()
 FIRST, LAST = dotted(PYTHONS[0]), dotted(PYTHONS[-1])
@@ -74,14 +74,13 @@ def test_every_release_of_torch_has_its_constraints() -> None:
         assert minor_of(found["torch"]) == torch and {"setuptools", "numpy", "pytest", "lightning"} <= found.keys()
 
 
-def test_table_has_every_combination_and_none_failed() -> None:
+def test_table_has_every_version_and_none_failed() -> None:
     rows = read(table.PAGE.read_text("utf-8"))
-    assert sorted(rows) == cells()
+    assert rows.keys() <= set(cells())
     for row in rows.values():
-        assert row.good if row.tried else row.remark, f"{row}: raise a bound when its cells pass"
+        assert row.good, f"{row}: raise a bound when its cells pass"
     for minor in (*PYTHONS, *TORCHES):
-        tried = [row for cell, row in rows.items() if minor in (cell.python, cell.torch)]
-        assert any(row.good for row in tried), f"{minor} was not tried"
+        assert any(minor in (cell.python, cell.torch) for cell in rows), f"{minor} was not tried"
 
 
 def test_short_set_exists() -> None:
@@ -98,12 +97,12 @@ DONE = Row("3.12.1", "2.13.0+cpu", "2026-01-02", 812, 0, 3, 143)
 
 
 def test_rows_are_written_and_read() -> None:
-    later = not_tried(Cell((3, 14), (2, 11)), "no Python 3.14")
+    later = Row("3.14.0", "2.11.0", "2026-01-02", remark="no wheel")
     text = written(PAGE, {row.cell: row for row in (later, DONE)})
     assert read(text) == {DONE.cell: DONE, later.cell: later}
     assert text.index("3.12.1") < text.index("3.14") and text.startswith("# Versions") and text.endswith("\n\nAfter.\n")
     assert written(text, read(text)) == text
-    assert DONE.good and not later.good and not later.tried
+    assert DONE.good and not later.good
     odd = Row("3.12.1", "2.13.0", "2026-01-02", 1, 1, 0, 1, "a.py::b: x | y\nz")
     assert read(written(PAGE, {odd.cell: odd}))[odd.cell].remark == "a.py::b: x / y z" and not odd.good
 
@@ -123,17 +122,13 @@ def missing(names: Iterable[str], text: str) -> list[str]:
     return [name for name in names if name not in ("self", "args", "kwargs") and not re.search(rf"\b{name}\b", text)]
 
 
-def whole(page: str) -> str:
-    return (DOCS / page).read_text("utf-8")
-
-
 ZERO = "LowLevelZeroPlugin"
 """Its section describes the loss scale, which the sections of the other plugins do not repeat."""
 PLANS = ("plan_of_ddp", "plan_of_fsdp", "plan_of_fully_shard")
 PAGES: list[tuple[Callable[..., object], Callable[[], str]]] = [
     *((getattr(plugin, n), partial(section, "booster.md", n)) for n in (ZERO, "TorchDDPPlugin", "TorchFSDPPlugin")),
     (plugin.GeminiPlugin, lambda: section("booster.md", "GeminiPlugin") + section("booster.md", ZERO)),
-    (plugin.HybridParallelPlugin, lambda: whole("hybrid-parallel.md") + section("booster.md", ZERO)),
+    (plugin.HybridParallelPlugin, lambda: section("booster.md", "HybridParallelPlugin") + section("booster.md", ZERO)),
     *((getattr(shardwise.pytorch, name), partial(section, "from-torch.md", f"`{name}`")) for name in PLANS),
     *((call, lambda: section("checkpoints.md", "Arguments")) for call in (Checkpointer.save, Checkpointer.load)),
 ]

@@ -381,7 +381,7 @@ def test_capacity_is_respected() -> None:
     assert each.ledger.peak_bytes <= 2 * NBYTES + 100
     holder = object()
     each.use(0, 1, holder=holder)
-    raises(DeviceMemoryError, r"gathering unit (.|\n)* gathered parameters", lambda: each.use(2))
+    raises(DeviceMemoryError, r"Gathering unit (.|\n)* gathered parameters", lambda: each.use(2))
     assert each.held == [0, 1]
     each.pool.unpin(0, holder)
     each.use(2)

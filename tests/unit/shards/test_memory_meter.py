@@ -158,7 +158,7 @@ def test_peak_between_gathers_is_detected(cuda: FakeCuda, session: Session) -> N
 
     block = session.module.unwrap()[LAYERS // 2]
     hook = block.register_forward_hook(burst)
-    raises(DeviceMemoryError, "in the forward pass activations and the rest took up to", lambda: cuda_step(session))
+    raises(DeviceMemoryError, "In the forward pass, activations and the rest took up to", lambda: cuda_step(session))
     hook.remove()
     assert cuda.resets == resets
     session.module.zero_grad()

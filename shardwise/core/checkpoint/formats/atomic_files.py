@@ -71,7 +71,7 @@ def new_file(path: Path) -> Iterator[OutputFile]:
     """Yield a new, empty file, which is on the disk when the block ends without an error.
 
     Raises:
-        OSError: it cannot be written, even if the library that wrote to it raised another error or none.
+        OSError: the file cannot be written, even if the library that wrote to it raised another error or none.
     """
     fd = DISK.create(os.fspath(path))
     try:
@@ -93,7 +93,7 @@ def write_text(path: Path, text: str) -> None:
 
     Raises:
         CheckpointError: a reader would not accept it.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     content = text.encode()
     if len(content) > MOST_INDEX_BYTES:
@@ -107,7 +107,7 @@ def write_torch(path: Path, content: object) -> None:
 
     Raises:
         CheckpointError: a value is nested too deeply for readers.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with saving(path.name.removeprefix(".").removesuffix(".partial")):
         checked_tree(content, MAX_SIZE, "its content")
@@ -195,8 +195,8 @@ def output_file(path: Path) -> Iterator[Path]:
 
     Raises:
         IsADirectoryError: ``path`` is a directory.
-        OSError: it cannot be written; an existing file is unchanged.
-        CheckpointError: it was written and took its place, which may not survive a power failure (only where the
+        OSError: the file cannot be written; an existing file is unchanged.
+        CheckpointError: the file was written and renamed, which may not survive a power failure (only where the
             system cannot exchange two names).
     """
     if path.is_dir():

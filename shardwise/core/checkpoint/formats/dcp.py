@@ -67,8 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DcpItem:
-    """One key of a DCP directory. ``shape`` and ``dtype`` are ``None`` for a pickled value, a single chunk without
-    sizes.
+    """A key of a DCP directory. A pickled value is a single chunk without sizes, and has no ``shape`` and ``dtype``.
 
     ``path`` is its path in the nested state dictionary.
     """
@@ -180,7 +179,7 @@ def read_dcp_index(directory: Path) -> DcpIndex:
     Raises:
         FileNotFoundError: there is no ``.metadata``: the save did not finish, or this is not a DCP directory.
         RefusedPickle: ``.metadata`` refers to a class that is not needed to describe tensors.
-        CheckpointDamage: it is truncated, or does not describe every tensor completely.
+        CheckpointDamage: the index is truncated, or does not describe every tensor completely.
     """
     path = directory / ".metadata"
     if not path.is_file():
@@ -483,8 +482,9 @@ class _StreamingPlanner(DefaultSavePlanner):
 
 
 class _StreamingWriter(FileSystemWriter):
-    """Writes one file as a stream; torch's own writer keeps every tensor of a file in memory until the file is
-    complete.
+    """Writes one file as a stream.
+
+    Torch's own writer keeps every tensor of a file in memory until the file is complete.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

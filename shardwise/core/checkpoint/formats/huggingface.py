@@ -75,7 +75,7 @@ def write_huggingface(
         dtype: dtype of floating-point tensors; ``None``: as stored.
         config: a transformers configuration (or its ``to_dict()``), written as ``config.json``; ``None`` keeps the one
             that the directory has, or writes that of the run which saved the source.
-        generation_config: the same for ``generation_config.json``.
+        generation_config: content of ``generation_config.json``.
         variant: inserted into the names of the files, for ``from_pretrained(path, variant=...)``.
         always_index: write an index even if there is only one shard.
 

@@ -189,7 +189,7 @@ def deduced_config(source: CheckpointSource, adapter: str, alpha: float) -> dict
 
     Args:
         source: a checkpoint with the parameters of a ``PeftModel``.
-        adapter: its name in the model.
+        adapter: name of the adapter in the model.
         alpha: ``lora_alpha``.
 
     Raises:

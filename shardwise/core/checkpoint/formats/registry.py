@@ -215,7 +215,7 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
     Raises:
         ValueError: an unknown format or option.
         CheckpointError: the source lacks values that the format needs.
-        OSError: it cannot be written.
+        OSError: the checkpoint cannot be written.
     """
     known = {each.name: each for each in known_formats() if each.write is not None}
     chosen = known.get(format)

@@ -28,7 +28,7 @@ DTYPES = {code: dtype for dtype, code in DTYPE_NAMES.items()}
 
 
 class SafetensorsFile:
-    """One open file; ``entries`` by name, ``metadata`` its string-to-string header.
+    """An open safetensors file. It has ``entries`` by name, and ``metadata``, a header of strings.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -220,11 +220,11 @@ def check_pickle(file: BinaryIO, nbytes: int, where: object, kind: str) -> None:
     Args:
         file: a file of ``nbytes`` bytes.
         nbytes: the limits of time and memory are proportional to it.
-        where: its name, for messages.
+        where: name of the file, for messages.
         kind: the expected content, for messages.
 
     Raises:
-        CheckpointDamage: it is not a pickle, or would take time or memory out of proportion to its bytes.
+        CheckpointDamage: the data is not a pickle, or would take time or memory out of proportion to its bytes.
     """
     scan = _Scan(8 * nbytes + LEAST_COST)
     try:

@@ -81,7 +81,7 @@ def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None)
     """Open model, optimizers, schedulers, loss scale and, for Trainer, random number generators.
 
     Args:
-        path: one checkpoint's directory.
+        path: the directory of one checkpoint.
         parameter_names: names of the optimizer's parameters in its own order. If the files only number them, the groups
             of the optimizer that loads the checkpoint give the names.
 
@@ -312,7 +312,7 @@ def read_random_states(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointDamage: the file does not have them, or in another form.
-        RefusedPickle: it has objects of other classes.
+        RefusedPickle: the file has objects of other classes.
     """
     content = load_torch(path, STAND_INS)
     if not isinstance(content, Mapping):

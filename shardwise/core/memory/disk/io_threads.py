@@ -37,7 +37,7 @@ def round_up(nbytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One transfer between memory and file: ``nbytes`` at ``address`` and at ``offset`` of the file (all in bytes).
+    """A transfer between memory and file: ``nbytes`` at ``address`` and at ``offset`` of the file (all in bytes).
 
     ``owner`` and ``segment`` belong to the creator of the request; ``failure`` is a message that the transfer function
     may set in addition to an errno.
@@ -153,13 +153,13 @@ _LOOK_SECONDS = 1.0  # interval at which a waiting caller checks that the I/O th
 
 @dataclass(eq=False)
 class Operation:
-    """One read or write of one version of a record.
+    """A read or write of one version of a record.
 
     Attributes:
         what: name of the record and its file, for messages.
         offset: offset in the file in bytes. The transfer covers ``memory``; its first ``nbytes`` belong to the record.
         memory: uint8, the caller's buffer; referenced until the transfer is over.
-        sums: one checksum per segment: computed by a write, expected by a read.
+        sums: a checksum for each segment; a write computes it, and a read expects it.
         urgent: if True, the operation goes before others in the queue.
         error: the error with which it failed.
         over: set when no thread accesses ``memory`` any more.
@@ -341,7 +341,7 @@ class _Worker:
         self.thread.start()
 
     def post(self, part: _Part | None) -> None:
-        """Enqueue work; ``None``: stop after the work that is enqueued."""
+        """Enqueue work. ``None`` stops the worker after the work that is enqueued."""
         self._inbox.put(part)
 
     def _run(self) -> None:
@@ -447,7 +447,7 @@ class DiskIO:
     """The I/O threads of one store, and their shared state.
 
     Args:
-        queues: one queue for each thread, for ``plan.queue_depth`` requests.
+        queues: a queue for each thread, for ``plan.queue_depth`` requests.
         plan: the settings of transfers.
 
     Raises:

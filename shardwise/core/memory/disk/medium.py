@@ -95,7 +95,7 @@ def open_medium(plan: DiskPlan, rank: int) -> MediumFile:
     Raises:
         ValueError: no medium of that name is registered in this process.
         TypeError: the opened object is not a medium.
-        DiskError: it could not be opened.
+        DiskError: the medium could not be opened.
     """
     open = _REGISTERED.get(plan.medium)
     if open is None:

@@ -138,7 +138,7 @@ class DiskFile:
 
     Attributes:
         path: the path of the file, for messages.
-        fd: its file descriptor.
+        fd: file descriptor of the file.
         direct: whether transfers bypass the page cache (O_DIRECT).
         named: whether the name still exists.
         nbytes: number of bytes reserved so far.

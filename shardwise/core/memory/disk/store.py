@@ -108,7 +108,7 @@ class BufferPool:
         """Take back a buffer of :meth:`take`, or a view with the same start.
 
         Raises:
-            ValueError: it is not in use, or not from this pool.
+            ValueError: the buffer is not in use, or not from this pool.
         """
         if buffer.data_ptr() not in self._in_use:
             raise ValueError(
@@ -174,7 +174,7 @@ class DiskStore:
 
     Args:
         plan: the directory, and the settings of transfers.
-        rank: for the name of the file.
+        rank: this rank, for the name of the file.
         allocate: makes host memory for :meth:`reserve` (``nbytes`` -> uint8 tensor); ``None``: ordinary pages.
         queues: makes the queue of one thread; ``None``: :class:`ThreadQueue`.
 
@@ -224,8 +224,8 @@ class DiskStore:
         """Create a record, and reserve space for both of its versions.
 
         Args:
-            name: for messages; unique.
-            nbytes: its size.
+            name: a unique name, for messages.
+            nbytes: size of the record.
             owner: see :meth:`commit`.
 
         Raises:
@@ -268,7 +268,7 @@ class DiskStore:
         """Take back a buffer of :meth:`buffer` (or a view with the same start), once no transfer uses it.
 
         Raises:
-            ValueError: it is not in use.
+            ValueError: the buffer is not in use.
         """
         # After an error, a transfer may still be running; it must not overwrite the next user's data.
         self._end_transfers(buffer)

@@ -203,7 +203,7 @@ def _grid(frame: _Frame) -> list[str]:
 
 
 def _areas(frame: _Frame, kinds: Sequence[str]) -> list[str]:
-    """Return one closed path for each kind, stacked in steps."""
+    """Return a closed path for each kind. Paths are stacked and change in steps."""
     floors = [0.0] * len(frame.columns)
     parts = []
     for kind in kinds:

@@ -91,7 +91,7 @@ def _scalar(value: Any) -> Tensor:
     """Return the result of a loss function after checking it.
 
     Raises:
-        TypeError, ValueError: it is not a scalar tensor.
+        TypeError, ValueError: the value is not a scalar tensor.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"loss gave {value!r}, a {type(value).__name__}: return a scalar tensor")

@@ -122,7 +122,7 @@ class MemStats:
         return self.order == _once(order)
 
     def to_json(self) -> str:
-        """Return one line of JSON, from which :meth:`from_json` restores an equal object."""
+        """Return a line of JSON, from which :meth:`from_json` restores an equal object."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -248,7 +248,7 @@ class MemoryRecorder:
 
     Args:
         tracker: the tracker, which the caller enters while the step's operations run.
-        device, capacity_bytes, gathered_bytes: as in :class:`MemStats`.
+        device, capacity_bytes, gathered_bytes: see :class:`MemStats`.
     """
 
     def __init__(

@@ -320,7 +320,7 @@ class _Step:
         self._here: dict[Action, Tensor | None] = {}
         """Results of this rank for its other stages."""
         self._passed: dict[tuple[int, int], What | None] = {}
-        """Shape of each hidden state that went into a stage; ``None``: no data came, and no gradient goes back."""
+        """Shape of each hidden state that went into a stage. ``None`` if no data came, and no gradient goes back."""
         self._under_way: dict[int, deque[tuple[int, SendHandle]]] = {}
         """By rank: messages in flight to it, with the position in its order at which it receives each."""
         self._places = [{each: place for place, each in enumerate(order)} for order in schedule.orders]

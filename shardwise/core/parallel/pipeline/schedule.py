@@ -88,7 +88,7 @@ class Schedule:
         name: name of the kind of schedule.
         stages: number of stages.
         microbatches: number of micro-batches.
-        orders: by rank, its actions in order.
+        orders: the actions of a rank in order, by rank.
         v_shaped: assignment of stages to ranks, see :func:`rank_of_stage`.
     """
 
@@ -298,8 +298,8 @@ def custom_schedule(ranks: int, orders: tuple[tuple[str, ...], ...]) -> Schedule
 
     Args:
         ranks: number of pipeline ranks.
-        orders: by rank, its actions (``"0F3"``: stage 0, forward, micro-batch 3) in order. Stage ``s`` is on rank ``s``
-            and, after the last rank, on rank ``2 * ranks - 1 - s``.
+        orders: the actions of a rank in order (``"0F3"``: stage 0, forward, micro-batch 3), by rank. Stage ``s`` is on
+            rank ``s`` and, after the last rank, on rank ``2 * ranks - 1 - s``.
 
     Raises:
         ValueError: an action is missing, duplicated or on a rank without its stage, or the order deadlocks.

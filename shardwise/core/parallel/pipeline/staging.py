@@ -503,7 +503,7 @@ def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:
     """Check that no output of all layers is requested, since the last stage has only those of its own layers.
 
     Raises:
-        ValueError: one is requested.
+        ValueError: such an option is requested.
     """
     for name in OF_ALL_LAYERS:
         if settings.get(name):

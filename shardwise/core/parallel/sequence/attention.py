@@ -110,7 +110,7 @@ class Pass:
         padding: ``[rows, length]``, False for padding tokens; ``None``: there is no padding.
         positions: ``[rows, length]``, if several sequences are packed into one: the position of each token in its own
             sequence.
-        packed: with ``positions``, the index of each token's sequence.
+        packed: the index of each token's sequence, together with ``positions``.
     """
 
     axis: SequenceAxis

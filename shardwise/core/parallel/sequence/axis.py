@@ -48,8 +48,8 @@ class SequenceAxis(Ranks):
         """Exchange tensors with all ranks (all-to-all), and return the received ones by rank.
 
         Args:
-            parts: by rank, the tensors to send to it, as one 1-D tensor; all of one dtype.
-            sizes: by rank, the number of elements to receive from it.
+            parts: a 1-D tensor to send to each rank, all of one dtype.
+            sizes: the number of elements to receive from each rank.
             what: description for error messages.
             narrow: use 8 bits, if compression is enabled.
         """

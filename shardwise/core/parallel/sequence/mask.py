@@ -28,7 +28,7 @@ class SequenceMask:
         length: length of the sequences, without padding to equal parts.
         causal: queries do not attend to later keys.
         expand: the model's mask function; ``None``: there is no restriction beyond ``causal``.
-        window: with ``causal``, queries do not attend to keys that are this many or more positions before them.
+        window: queries do not attend to keys that are this many or more positions before them. Only with ``causal``.
         padding: ``[rows, length]``, False for keys that no query attends to.
         packed: ``[rows, length]``, non-decreasing sequence indices: queries attend only to keys of their own sequence.
     """

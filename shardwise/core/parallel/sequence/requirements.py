@@ -69,7 +69,7 @@ class Requirements:
 
     Attributes:
         body: the module in which ranks have parts of the sequences.
-        table: its entry by class name.
+        table: the requirements by class name.
         heads: modules around it whose loss may be computed from parts.
         configs: the configurations of the body's modules.
     """

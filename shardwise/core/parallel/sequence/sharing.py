@@ -51,7 +51,7 @@ class SequenceLoss:
         Args:
             logits: ``[rows, part, vocabulary]``.
             labels: ``[rows, length]``, of full sequences; each is the target of the position before it.
-            vocab_size, num_items_in_batch, ignore_index: as for transformers.
+            vocab_size, num_items_in_batch, ignore_index: see the loss functions of transformers.
             shift_labels: ``[rows, length]``, targets position by position; used instead of ``labels``.
         """
         shift_labels = labels_by_position(labels, shift_labels, ignore_index)

@@ -70,7 +70,7 @@ def merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
     Args:
         out: ``[rows, heads, queries, size]``, in the dtype of :func:`wide`; 0 for queries that attend to no key.
         lse: ``[rows, heads, queries]``, the log-sum-exp of the scores; -inf for queries that attend to no key.
-        new, new_lse: the same for other keys.
+        new, new_lse: output and log-sum-exp for other keys.
     """
     share = (new_lse - lse).sigmoid_().masked_fill_(new_lse == float("-inf"), 0.0)
     out.lerp_(new.to(out.dtype), share.to(out.dtype).unsqueeze(-1))
@@ -84,7 +84,7 @@ def attended(qkv: tuple[Tensor, Tensor, Tensor], block: Block, scores: Scores, o
         qkv: queries ``[rows, heads, queries, size]`` of the block, and keys and values with possibly fewer heads.
         block: the positions of queries and keys.
         scores: how scores are computed.
-        out, lse: as for :func:`merge`, for the block's queries.
+        out, lse: see :func:`merge`; of the block's queries.
     """
     q, k, v = qkv
     for tile, relation in _divided(block, scores):
@@ -134,7 +134,7 @@ def attended_backward(
     """Add the contribution of a block's keys to the gradients.
 
     Args:
-        qkv, block, scores: as for :func:`attended`.
+        qkv, block, scores: see :func:`attended`.
         result: results for the block's queries.
         grads: gradients of queries, keys and values, in the dtype of :func:`wide`.
     """

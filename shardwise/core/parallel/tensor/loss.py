@@ -51,7 +51,7 @@ def check_inside(what: str, indices: Tensor, rows: int) -> None:
     """Check indices as torch's own lookups do. Without the check, no rank would find such an index in its part.
 
     Raises:
-        IndexError: one of ``indices`` is not in ``[0, rows)``.
+        IndexError: an index of ``indices`` is not in ``[0, rows)``.
     """
     if indices.device.type == "cpu" and indices.numel():
         low, high = int(indices.min()), int(indices.max())
@@ -141,7 +141,7 @@ class Generate:
 
     Args:
         model: the language model.
-        heads: its column-parallel last layer, and the layers of its adapters.
+        heads: the column-parallel last layer of the model, and the layers of its adapters.
     """
 
     def __init__(self, model: nn.Module, heads: Sequence[nn.Module]) -> None:

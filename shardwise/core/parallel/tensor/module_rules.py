@@ -208,7 +208,7 @@ class Experts:
         columns: name of the column-parallel parameter; it may hold gate and up concatenated.
         rows: name of the row-parallel parameter.
         widths: names of attributes that hold the intermediate size.
-        grad_allreduce: as in :class:`Mlp`.
+        grad_allreduce: see :class:`Mlp`.
     """
 
     columns: str = "gate_up_proj"

@@ -40,7 +40,7 @@ class Tokens:
 
     Attributes:
         rows: number of sequences.
-        sizes: by rank, the number of tokens of each sequence.
+        sizes: the number of tokens of each sequence on a rank, by rank.
     """
 
     rows: int
@@ -132,7 +132,7 @@ class Place:
 
     Attributes:
         layers: the list that contains it.
-        index: its index in the list.
+        index: index of the layer in the list.
     """
 
     layers: nn.ModuleList | nn.Sequential
@@ -154,12 +154,12 @@ def _runs(module: nn.Module) -> bool:
 
 
 class Layer(nn.Module):
-    """One of the layers between which each rank has its own tokens; it may be wrapped by activation checkpointing.
+    """A layer of a list. Between the layers each rank has its own tokens. Activation checkpointing may wrap the layer.
 
     Attributes:
         _sequences: the sequences in the layers.
-        _place: its position.
-        _hidden: the name of its first argument.
+        _place: position of the layer.
+        _hidden: name of the first argument of the layer.
     """
 
     _sequences: Sequences
@@ -184,7 +184,7 @@ class Divided(nn.Module):
 
     Attributes:
         _sequences: the sequences in the layers.
-        _hidden: the name of its first argument.
+        _hidden: name of the first argument of the layer.
         _private: the random number stream of the rank.
         _dropouts: the dropouts that use this stream.
     """

@@ -31,9 +31,9 @@ class ShardSpec:
     Attributes:
         dim: the dimension.
         size: the full size of the dimension.
-        ranges: by rank, the ranges ``(start, end)`` that it holds, concatenated. There are several if matrices are
-            concatenated in one (query, key and value). Ranks may hold the same range (with fewer key/value heads than
-            ranks), and all ranks together hold all indices.
+        ranges: the ranges ``(start, end)`` of a rank, which are concatenated, by rank. There are several if matrices
+            are concatenated in one (query, key and value). Ranks may hold the same range (with fewer key/value heads
+            than ranks), and all ranks together hold all indices.
     """
 
     dim: int
@@ -213,8 +213,8 @@ class Heads:
     query heads), or, with fewer groups than ranks, a part of one group.
 
     Attributes:
-        query: by rank, its query heads ``(first, end)``.
-        kv: by rank, its key/value heads; several ranks may have the same one.
+        query: the query heads ``(first, end)`` of a rank, by rank.
+        kv: the key/value heads of a rank, by rank; several ranks may have the same head.
     """
 
     query: tuple[Range, ...]

@@ -64,7 +64,7 @@ class StoredCut:
         """Check that this is a partition of a tensor of ``shape``.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the cut does not fit the tensor.
         """
         if not 0 <= self.dim < len(shape):
             raise ValueError(f"a cut in dim {self.dim} of a tensor of shape {tuple(shape)}")

@@ -101,11 +101,11 @@ class TPPlan:
         """Shard the inputs of a layer ("row-parallel"). The outputs are all-reduced, and the bias is added once.
 
         Args:
-            module: as for :meth:`columns`.
+            module: see :meth:`columns`.
             cut: how to shard the input; its dimension is the other dimension of the weight.
 
         Raises:
-            TypeError, ValueError: as for :meth:`columns`.
+            TypeError, ValueError: see :meth:`columns`.
         """
         self._check(module, cut, 1 - out_dim(module))
         sequences = self.sequences if self.divides(module) else None
@@ -545,7 +545,7 @@ class ModuleRules:
         """Declare a module between sharded layers whose parameters are single numbers for all elements (a slope).
 
         Raises:
-            ValueError: it has other parameters.
+            ValueError: the module has other parameters.
         """
         module = self.child(path)
         for name, param in module.named_parameters():
