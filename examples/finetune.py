@@ -13,7 +13,7 @@ from pydoc_data.topics import topics
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -70,6 +70,13 @@ class Sequences(Dataset[torch.Tensor]):
         return self.rows[index]
 
 
+def split(data: Sequences, count: int) -> tuple[Subset[torch.Tensor], Subset[torch.Tensor]]:
+    """Return the first ``count`` sequences to train on, and the last ones to test on."""
+    if len(data) < count + HELD_OUT:
+        raise SystemExit(f"the text has {len(data)} sequences: fewer than --sequences and {HELD_OUT} to test on")
+    return Subset(data, range(count)), Subset(data, range(len(data) - HELD_OUT, len(data)))
+
+
 @torch.no_grad()
 def evaluate(session: shardwise.Session, loader: DataLoader[torch.Tensor], device: torch.device) -> float:
     """Return the mean loss over the ranks' batches."""
@@ -92,10 +99,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     text = Path(args.text).read_text("utf-8") if args.text else reference
     model, tokenizer = load(args, text)
     data = Sequences(tokenizer(text, return_tensors="pt")["input_ids"][0], args.length)
-    if len(data) < args.sequences + HELD_OUT:
-        raise SystemExit(f"the text has {len(data)} sequences: fewer than --sequences and {HELD_OUT} to test on")
-    train_data = torch.utils.data.Subset(data, range(args.sequences))
-    held_out = torch.utils.data.Subset(data, range(len(data) - HELD_OUT, len(data)))
+    train_data, held_out = split(data, args.sequences)
 
     # 2. Model: adapters and activation checkpointing come before sharding.
     if args.lora:

@@ -26,6 +26,7 @@ from tests.support.sets import full
 
 RANKS = 2
 EVERY_PAGE = sorted(["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))])
+TRAINER_PAGES = ("README.md", "docs/huggingface.md")
 QUICK = "docs/quickstart.md"
 """The page that the quick set runs; tests/ranks/docs/test_examples.py runs the program of README.md."""
 
@@ -84,7 +85,7 @@ def run_page(page: str) -> list[str]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
-        if page in ("README.md", "docs/huggingface.md"):
+        if page in TRAINER_PAGES:
             from tests.support.huggingface_setup import launched
 
             stack.enter_context(launched())
@@ -117,7 +118,7 @@ def _close(what: Any) -> None:
 
 @pytest.mark.parametrize("page", _rows(_has("run"), QUICK))
 def test_python_runs_as_it_is_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if page in ("README.md", "docs/huggingface.md"):
+    if page in TRAINER_PAGES:
         pytest.importorskip("accelerate")
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
