@@ -1,4 +1,4 @@
-"""ColossalAI's names: ``sed s/colossalai/shardwise.colossalai/`` ports a program.
+"""ColossalAI's names. ``shardwise port --write`` changes the imports of a program to this package.
 
 Submodules are created from the table ``shardwise/compat/colossalai.toml``; errors about unsupported names say what to
 do instead.

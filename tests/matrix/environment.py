@@ -36,6 +36,7 @@ SHORT_SET = (
     "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/lightning.md]",
     "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/huggingface.md]",
 )
+Say = Callable[[str], None]
 EXTRA = "test"
 NEEDED_GIB = 12
 """Free disk space. An environment has 6 GiB with CUDA's libraries, which torch's wheels of most registries need."""
@@ -65,7 +66,7 @@ class Environment:
     interpreter: str
     folder: Path
     cache: str
-    say: Callable[[str], None]
+    say: Say
     log: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,9 +181,7 @@ def result(cell: Cell, installed: Mapping[str, str], python: str, report: Elemen
     return Row(python, installed["torch"], today(), total - bad - skipped, bad, skipped, seconds, remark), text
 
 
-def run(
-    cell: Cell, interpreter: str, folder: str | None, cache: str, say: Callable[[str], None]
-) -> tuple[Row | None, str]:
+def run(cell: Cell, interpreter: str, folder: str | None, cache: str, say: Say) -> tuple[Row | None, str]:
     """Run a cell and return its row and the text of its first failure. The environment is deleted.
 
     If the cell cannot be run, return ``None`` and the reason.

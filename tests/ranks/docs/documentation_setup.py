@@ -411,9 +411,9 @@ PAGES: dict[str, list[Block]] = {
         *shown("a plan's file, which tests/unit/plan/test_plan.py reads", "stage = 3"),
     ],
     "docs/hybrid-parallel.md": [
-        Block("from torch.utils.data import", before=hybrid_pages.language, after=hybrid_pages.tensor_parallel),
-        Block("session = shardwise.shard", before=hybrid_pages.deeper, after=hybrid_pages.pipelined),
-        Block("session = shardwise.shard", before=hybrid_pages.language, after=hybrid_pages.sequence_parallel),
+        Block("from torch.utils.data import", before=hybrid_pages.language, after=hybrid_pages.llama_cut),
+        Block("session = shardwise.shard", before=hybrid_pages.deeper, after=hybrid_pages.llama_staged),
+        Block("session = shardwise.shard", before=hybrid_pages.language, after=hybrid_pages.llama_shared),
         Block("feed_forward = ", before=hybrid_pages.unknown, after=hybrid_pages.divided),
         Block("from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),
         Block("plugin = Hybrid", before=hybrid_pages.deeper, after=hybrid_pages.llama_staged),

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
-from shardwise.session import Session
 from tests.support import lightning_setup
 
 WIDTH, VOCABULARY = 8, 32
@@ -37,37 +36,9 @@ def llama(names: Names, layers: int = 1) -> None:
     names["train_dataset"], names["criterion"] = Texts(), None
 
 
-def sizes(session: Session) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of this rank's parameters by name."""
-    return {fact.names[0]: tuple(fact.shape) for fact in session.engine.shards.layout.facts}
-
-
 def sizes_of(names: Names) -> dict[str, tuple[int, ...]]:
-    return sizes(names["plugin"].session(names["model"]))
-
-
-def tensor_parallel(names: Names) -> None:
-    """Both ranks have half of the layer."""
-    assert sizes(names["session"])["model.layers.0.mlp.up_proj.weight"] == (WIDTH, WIDTH)
-    assert names["loss"].isfinite()
-    names["session"].close()
-
-
-def pipelined(names: Names) -> None:
-    """Each rank has one of the two layers, and the loss is on the rank with the second one."""
-    layers = {name.split(".")[2] for name in sizes(names["session"]) if ".layers." in name}
-    loss = names["outcome"].loss
-    assert layers == {str(dist.get_rank())}
-    assert loss.isfinite() if dist.get_rank() else loss is None
-    names["session"].close()
-
-
-def sequence_parallel(names: Names) -> None:
-    """Both ranks get the same sequences."""
-    session = names["session"]
-    assert (session.data_ranks, session.mesh.sequence.size) == (1, dist.get_world_size())
-    assert names["loss"].isfinite()
-    session.close()
+    session = names["plugin"].session(names["model"]) if "plugin" in names else names["session"]
+    return {fact.names[0]: tuple(fact.shape) for fact in session.engine.shards.layout.facts}
 
 
 def llama_cut(names: Names) -> None:
@@ -75,6 +46,13 @@ def llama_cut(names: Names) -> None:
     sizes = sizes_of(names)
     assert sizes["model.layers.0.mlp.up_proj.weight"] == (WIDTH, WIDTH)
     assert sizes["model.embed_tokens.weight"] == (64, WIDTH)
+    assert names["loss"].isfinite()
+
+
+def llama_shared(names: Names) -> None:
+    """Both ranks see the same sequences."""
+    session = names["session"]
+    assert (session.data_ranks, session.mesh.sequence.size) == (1, dist.get_world_size())
     assert names["loss"].isfinite()
 
 
@@ -86,7 +64,7 @@ def llama_staged(names: Names) -> None:
     """Each rank has one of the two layers, and the loss is where the second one is."""
     held = {name.split(".")[2] for name in sizes_of(names) if ".layers." in name}
     assert held == {str(dist.get_rank())}
-    loss = names["result"]["loss"]
+    loss = names["result"]["loss"] if "result" in names else names["outcome"].loss
     assert loss.isfinite() if dist.get_rank() else loss is None
 
 
@@ -104,24 +82,19 @@ class FeedForward(Mlp):
     """A class that no table knows."""
 
 
-def unknown(names: Names) -> None:
-    names["model"] = FeedForward()
-    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
-
-
-def divided(names: Names) -> None:
-    """Both ranks have half of the layers, and the outputs are those of the full model."""
-    inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
-    assert sizes(names["session"])["up.weight"] == (WIDTH, WIDTH)
-    torch.testing.assert_close(names["session"].module(inputs), FeedForward()(inputs))
-    names["session"].close()
-
-
-def mlp(names: Names) -> None:
-    names["model"] = Mlp()
+def mlp(names: Names, kind: type[Mlp] = Mlp) -> None:
+    names["model"] = kind()
     names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
     inputs = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
     names["train_dataset"], names["criterion"] = TensorDataset(inputs, torch.tanh(inputs)), nn.MSELoss()
+
+
+def unknown(names: Names) -> None:
+    mlp(names, FeedForward)
+
+
+def divided(names: Names) -> None:
+    assert sizes_of(names)["up.weight"] == (WIDTH, WIDTH)
 
 
 def mlp_cut(names: Names) -> None:
