@@ -28,7 +28,7 @@ Make = Callable[[nn.Module, Sequence[torch.optim.Optimizer]], Session]
 
 
 class ModuleFacade(TransparentModule):
-    """Calls the sharded module in place of ``self.module``; other attributes are those of the user's module."""
+    """Calls the sharded module in place of ``self.module``. Other attributes are those of the user's module."""
 
     module: nn.Module
 
@@ -44,7 +44,7 @@ class ModuleFacade(TransparentModule):
         raise NotImplementedError(f"{type(self).__name__}._built")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; floating-point tensors among the arguments are cast to the dtype of the model."""
+        """Call the module. Floating-point tensors among the arguments are cast to the dtype of the model."""
         return self._sharded(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -55,7 +55,10 @@ class ModuleFacade(TransparentModule):
             super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the full state on the host, under the module's own names; fp32 where there are masters. Collective."""
+        """Return the full state on the host, under the module's own names. Collective.
+
+        Parameters with masters are in fp32.
+        """
         state: dict[str, Any] = self._sharded.state_dict(*args, **kwargs)
         return state
 
@@ -76,7 +79,7 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     Args:
         optim: the wrapped optimizer.
-        target: what its methods call; ``None``: ``optim`` itself.
+        target: the optimizer whose methods the facade calls. ``None`` is ``optim`` itself.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, target: torch.optim.Optimizer | None = None) -> None:
@@ -129,7 +132,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._current.zero_grad(set_to_none)
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
-        """Clip the global norm of all gradients; return the norm before. Collective."""
+        """Clip the global norm of all gradients, and return the norm before clipping. Collective."""
         return self.target.clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -197,7 +200,7 @@ class LateSession:
 
     @property
     def session(self) -> Session:
-        """The session; built here if there is none yet, which is collective."""
+        """The session. The first access builds it, which is collective."""
         if self._session is None:
             self._unwatch()
             try:
@@ -213,7 +216,7 @@ class LateSession:
         return tuple(self._optimizers)
 
     def add(self, optimizer: torch.optim.Optimizer) -> LateOptimizer:
-        """Add an optimizer, with which the model will be sharded; return the optimizer to use instead.
+        """Add an optimizer with which the model will be sharded, and return the optimizer to use instead.
 
         A model that was sharded without optimizers (it was used before) is unsharded, and sharded again at its next
         use.
@@ -286,7 +289,7 @@ class LateModule(ModuleFacade):
 
 
 class LateOptimizer(OptimizerFacade):
-    """An optimizer of a model that is sharded at its first use; its methods but ``zero_grad`` shard the model."""
+    """An optimizer of a model that is sharded at its first use. All methods except ``zero_grad`` shard the model."""
 
     def __init__(self, late: LateSession, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)

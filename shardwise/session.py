@@ -248,8 +248,8 @@ class Session:
             write_back: see :meth:`ShardedModule.gathered`.
 
         Raises:
-            ValueError: on every rank, if ranks have different ``params`` and the model is not resident. A rank without
-                any parameter of the model does not take part, and the others wait for it.
+            ValueError: ranks have different ``params`` and the model is not resident (raised on every rank). A rank
+                without any parameter of the model does not take part, and the others wait for it.
         """
         return self.values.gathered(write_back, self._places(params))
 

@@ -268,7 +268,7 @@ class Booster:
 
         Raises:
             ValueError: the model has no adapter.
-            CheckpointError: on every rank, if rank 0 could not write; earlier files are unchanged.
+            CheckpointError: rank 0 could not write (raised on every rank); earlier files are unchanged.
         """
         write = adapter_writer(unwrap_model(model), Path(checkpoint), use_safetensors)
         self._runs.wait_for_saves()
@@ -306,7 +306,7 @@ class Booster:
         Raises:
             NotImplementedError: ``gather_dtensor=False``.
             ValueError: the path has another suffix, or a size is not positive.
-            CheckpointError: on every rank, if one failed; earlier files are unchanged.
+            CheckpointError: a rank failed (raised on every rank); earlier files are unchanged.
         """
         write = model_writer(
             unwrap_model(model), checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_safetensors
@@ -325,8 +325,7 @@ class Booster:
         rename: Mapping[str, str] | None = None,
         rows: Mapping[str, Rows] | None = None,
     ) -> nn.Module:
-        """Load a model of any format into a boosted one (or a plain one). Collective; each rank reads only what it
-        needs.
+        """Load a model of any format into a boosted or plain model. Collective. Each rank reads only its part.
 
         Args:
             model: a boosted model.
@@ -344,7 +343,7 @@ class Booster:
         Raises:
             ValueError: names or shapes do not fit; all are listed. Nothing was loaded on any rank.
             FileNotFoundError: there is no checkpoint.
-            CheckpointError: on every rank, if it is damaged or cannot be read.
+            CheckpointError: the checkpoint is damaged or cannot be read (raised on every rank).
         """
         path = checked_loading(checkpoint, low_cpu_mem_mode, num_threads)
         self._files.load_model(self._runs.of_model(model), path, strict, Fit(rename, rows))
@@ -375,7 +374,7 @@ class Booster:
         Raises:
             NotImplementedError: ``gather_dtensor=False``.
             ValueError: the path has another suffix, a size is not positive, or there is a prefix without ``shard``.
-            CheckpointError: on every rank, if one failed; earlier files are unchanged.
+            CheckpointError: a rank failed (raised on every rank); earlier files are unchanged.
         """
         write = optimizer_writer(checkpoint, shard, gather_dtensor, prefix, size_per_shard)
         run, index = self._runs.of_optimizer(optimizer)
@@ -393,7 +392,7 @@ class Booster:
         rename: Mapping[str, str] | None = None,
         rows: Mapping[str, Rows] | None = None,
     ) -> torch.optim.Optimizer:
-        """Load an optimizer's state of any format. Collective; each rank reads only what it needs.
+        """Load an optimizer's state of any format. Collective. Each rank reads only its part.
 
         Parameters are matched by name if the checkpoint has names, otherwise by their order in the groups.
 
@@ -413,7 +412,7 @@ class Booster:
             ValueError: groups, names or shapes differ from the optimizer's, or the state is of another class. Nothing
                 was loaded on any rank.
             FileNotFoundError: there is no checkpoint.
-            CheckpointError: on every rank, if it is damaged or cannot be read.
+            CheckpointError: the checkpoint is damaged or cannot be read (raised on every rank).
         """
         path = checked_loading(checkpoint, low_cpu_mem_mode, num_threads)
         run, _ = self._runs.of_optimizer(optimizer)
@@ -427,7 +426,7 @@ class Booster:
 
         Raises:
             ValueError: the path has another suffix.
-            CheckpointError: on every rank, if rank 0 could not write; an earlier file is unchanged.
+            CheckpointError: rank 0 could not write (raised on every rank); an earlier file is unchanged.
         """
         path = target(checkpoint, ".json")
         what = f"save the lr_scheduler to {path}"
@@ -439,7 +438,7 @@ class Booster:
 
         Raises:
             FileNotFoundError: there is no file.
-            CheckpointError: on every rank, if the file is damaged or cannot be read.
+            CheckpointError: the file is damaged or cannot be read (raised on every rank).
             ValueError: the file has the state of another class of scheduler, or of another number of param groups.
         """
         what = f"load the lr_scheduler from {checkpoint}"
@@ -473,7 +472,7 @@ class Booster:
 
         Raises:
             ValueError: model and optimizer were not boosted together, or a value that a checkpoint cannot hold.
-            CheckpointError: on every rank, if one failed; earlier checkpoints are unchanged.
+            CheckpointError: a rank failed (raised on every rank); earlier checkpoints are unchanged.
         """
         self._files.wait_for_saves()
         saver = self._runs.saver(model, optimizer)
@@ -510,7 +509,7 @@ class Booster:
         Raises:
             ValueError: names or shapes do not fit (nothing was changed), or both ``tag`` and ``resume``.
             FileNotFoundError: there is no such checkpoint.
-            CheckpointDamage: on every rank, if bytes are missing or wrong; the message says if values were already
+            CheckpointDamage: bytes are missing or wrong (raised on every rank); the message says if values were already
                 replaced.
         """
         if resume not in (None, "auto") or (resume is not None and tag is not None):
@@ -524,7 +523,7 @@ class Booster:
         """Wait until all asynchronous saves of this Booster are written.
 
         Raises:
-            CheckpointError: on every rank, if one of the saves failed.
+            CheckpointError: a save failed (raised on every rank).
         """
         try:
             self._files.wait_for_saves()

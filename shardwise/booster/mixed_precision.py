@@ -53,7 +53,7 @@ def _device_type(module: nn.Module) -> str:
 
 
 class AutocastModel(ModelWrapper):
-    """Run the module's forward under ``torch.autocast``; parameters keep their own dtype."""
+    """Runs the module's forward under ``torch.autocast``. Parameters keep their own dtypes."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(module)
@@ -165,7 +165,7 @@ class ScaledOptimizer(OptimizerWrapper):
         return {**super().state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load optimizer and scaler; a state without ``"scaler"`` does not change the scale."""
+        """Load the state of optimizer and scaler. A state without ``"scaler"`` does not change the scale."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "scaler"})
         if state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
@@ -178,7 +178,7 @@ class FP16TorchMixedPrecision(AutocastPrecision):
         init_scale: the first loss scale.
         growth_factor: the scale is multiplied by it after ``growth_interval`` steps without overflow.
         backoff_factor: the scale is multiplied by it after an overflow.
-        growth_interval: in steps.
+        growth_interval: number of steps without overflow after which the scale grows.
     """
 
     dtype = torch.float16

@@ -31,7 +31,8 @@ class ModelWrapper(ModeOfModule):
         self.module = module
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """Return the user's module without any wrapper; a module of peft is not unwrapped for any ``unwrap_peft``."""
+        """Return the user's module without any wrapper. A peft module is returned for both values of
+        ``unwrap_peft``."""
         return self.module.unwrap() if isinstance(self.module, ModelWrapper) else self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +161,7 @@ class OptimizerWrapper(OptimizerFacade):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their global p-norm is at most ``max_norm``; return the norm before clipping."""
+        """Clip the global p-norm of all gradients to ``max_norm``, and return the norm before clipping."""
         gradients = self._gradients()
         norm = _total_norm(gradients, norm_type, error_if_nonfinite)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -207,7 +208,7 @@ class BoostedModule(ShardedModule):
     """A sharded model that a Booster returned."""
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
-        """Return the user's module; a module of peft is not unwrapped for any ``unwrap_peft``."""
+        """Return the user's module. A peft module is returned for both values of ``unwrap_peft``."""
         return super().unwrap()
 
     def _force_wait_all_gather(self) -> None:

@@ -55,7 +55,7 @@ def _stay(parent: int, command: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``PID COMMAND ...``; returns only if this process has to stay."""
+    """Run ``PID COMMAND ...``. It returns only if this process has to stay."""
     parent, command = int(arguments[0]), list(arguments[1:])
     if end_with(parent):
         os.execvp(command[0], command)

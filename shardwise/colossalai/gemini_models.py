@@ -158,7 +158,7 @@ class GeminiDDP(ModelFront):
         Args:
             destination: entries are added to it.
             prefix: prefix of every name.
-            keep_vars: only False.
+            keep_vars: must be False.
             only_rank_0: return an empty state on other ranks.
         """
         return super().state_dict(destination, prefix, keep_vars, only_rank_0)
@@ -175,8 +175,8 @@ class GeminiOptimizer(OptimizerFront):
             used.
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
         norm_type: p of the norm.
-        tp_group: only ``None``.
-        params_info: only ``None``.
+        tp_group: must be ``None``.
+        params_info: must be ``None``.
         verbose: report skipped steps with the reason.
         defaults: none; options of ``optim`` belong to ``optim``.
 

@@ -20,7 +20,7 @@ class LazyInitContext:
     its end.
 
     Args:
-        tensor_cls: only ``None``.
+        tensor_cls: must be ``None``.
         default_device: device of the random numbers of the construction; ``None``: the CPU.
 
     Raises:

@@ -30,7 +30,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
 
     Args:
         optimizer: any element-wise torch optimizer; all its parameters have one dtype.
-        pg_to_param_list: only ``None``.
+        pg_to_param_list: must be ``None``.
         initial_scale: first loss scale (fp16 only, as the next six).
         clip_grad_norm: clip the global norm of the unscaled gradients to it; 0 is off.
         verbose: report skipped steps with the reason.
@@ -45,7 +45,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
         master_weights: keep fp32 copies of 16-bit parameters.
         overlap_allgather: True has no effect, and warns: the next use of a parameter cannot be detected.
         fp8_communication: communicate gradients and updated parameters in 8 bits.
-        backward_context: only ``None``.
+        backward_context: must be ``None``.
 
     Raises:
         ValueError: parameters of several dtypes, or groups that do not divide all ranks evenly.
@@ -110,7 +110,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
         """Skip reductions of backward passes inside (stage 1).
 
         Raises:
-            RuntimeError: at stage 2.
+            RuntimeError: the stage is 2.
         """
         if self._divides:
             raise RuntimeError(
@@ -123,7 +123,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
         """Do nothing: parameters are gathered when ``step`` returns."""
 
     def get_param_grad(self, working_param: nn.Parameter) -> torch.Tensor | None:
-        """Return the full unscaled gradient of a parameter, before clipping; ``None`` if it has none. Collective.
+        """Return the full unscaled gradient of a parameter before clipping, or ``None`` without a gradient. Collective.
 
         Raises:
             ValueError: the optimizer does not have the parameter.
@@ -199,7 +199,7 @@ def zero_optim_wrapper(
         optimizer: a plain torch optimizer over the parameters of ``model``.
         initial_scale: first loss scale (fp16 only, as the next six).
         max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
-        norm_type: only 2.0 at stages 1 and 2.
+        norm_type: p of the norm; must be 2.0 at stages 1 and 2.
         optim_config: further arguments of LowLevelZeroOptimizer, or at stage 3 of GeminiOptimizer.
         verbose: report skipped steps with the reason.
 

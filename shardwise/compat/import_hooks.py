@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class UnsupportedName(NotImplementedError, AttributeError):
-    """An unsupported foreign name was used; the message says what to do instead.
+    """The program used an unsupported name of another library. The message says what to do instead.
 
     It is also an ``AttributeError``, for programs that call ``hasattr``.
     """
@@ -96,7 +96,7 @@ class AliasFinder(MetaPathFinder, Loader):
 
 
 def install_aliases(table: AliasTable) -> Callable[[str], Any]:
-    """Make the modules of ``table`` importable below its home; return the ``__getattr__`` of the home package."""
+    """Make the modules of ``table`` importable below their home package, and return the package's ``__getattr__``."""
     if not any(isinstance(each, AliasFinder) and each.table is table for each in sys.meta_path):
         sys.meta_path.append(AliasFinder(table))  # after the finder of files
     return partial(lookup, table, "")

@@ -23,7 +23,7 @@ class Finding:
         name: the full foreign name, such as ``"colossalai.booster.Booster"``; an argument has ``(argument=)`` after it.
         verdict: ``"same"``, ``"another name"``, ``"differs"``, ``"ignored"`` or ``"missing"``.
         text: what differs, why it is ignored, or what to do instead; empty for ``"same"``.
-        lines: where the program uses it.
+        lines: the lines where the program uses the name.
     """
 
     name: str
@@ -156,7 +156,7 @@ def _nearest(table: AliasTable, module: str, name: str) -> str:
 
 
 def rewritten(text: str, tables: Sequence[AliasTable]) -> str:
-    """Return a program's text with imports of foreign names replaced by ours; other lines do not change.
+    """Return a program's text in which imports of other libraries' names import shardwise. Other lines are unchanged.
 
     For a library that we replace completely only the package name changes. For a library that stays installed
     (Lightning, transformers) the names of its table are imported from our modules and the others from the library; an

@@ -48,7 +48,7 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Alias:
-    """A name that works: ``name`` of our ``module``, imported at its first use; ``note`` says what differs."""
+    """A name that works: ``name`` of ``module`` in shardwise, imported at its first use. ``note`` has differences."""
 
     module: str
     name: str
@@ -57,7 +57,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A name that does not work; ``instead`` continues a sentence that begins with the name and a colon."""
+    """A name that does not work. ``instead`` continues a sentence that begins with the name and a colon."""
 
     instead: str
 
@@ -75,7 +75,7 @@ Entry = Alias | Unsupported
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AliasTable:
-    """The names of one foreign library.
+    """The names of another library.
 
     Attributes:
         foreign: top package of the library, such as ``"colossalai"``.
@@ -100,7 +100,8 @@ class AliasTable:
     partial: bool
 
     def has_module(self, path: str) -> bool:
-        """Return True if ``path`` is a module of the table, a parent of one, or below an unsupported module."""
+        """Return True if ``path`` is a module of the table, a parent of such a module, or below an unsupported
+        module."""
         return self._has(path) or self.gone(path) is not None
 
     def gone(self, path: str) -> Entry | None:

@@ -72,7 +72,7 @@ class PassesApart:
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
-        """Reduce the gradients of passes together at the end if unsharded ones are kept. Collective.
+        """Reduce the gradients of passes together at the end if the plan keeps unsharded gradients. Collective.
 
         Raises:
             NoSyncError: the program is already in a block.

@@ -62,7 +62,7 @@ class Saving:
         self.doing = self._run.doing
 
     def agreed_tag(self, tag: str, mode: str) -> str:
-        """Return rank 0's tag, under which all ranks save; ``mode`` is ``checkpoint.tag_validation``."""
+        """Return rank 0's tag, under which all ranks save. ``mode`` is the value of ``checkpoint.tag_validation``."""
         tags: list[str] = self._run.everybody(tag)
         if len(set(tags)) > 1 and mode != "IGNORE":
             message = f"tag={tag!r}, but the ranks have different tags: {tags}; give the same on every rank"
@@ -163,7 +163,7 @@ def take_over(
     schedules: Sequence[Any],
     check: Callable[[Any], None] | None = None,
 ) -> LoadedState:
-    """Load a checkpoint of DeepSpeed, or only the model of one of ours. Collective.
+    """Load a checkpoint of DeepSpeed, or only the model of a checkpoint of shardwise. Collective.
 
     ``check`` is called with the client state before the session changes; its error on one rank is raised on all.
     """
@@ -328,10 +328,10 @@ class PartRun(EngineRun):
         return [row for part in parts for row in part]
 
     def find(self, root: str, tag: str | None, latest: str = LATEST) -> str | None:
-        """Return the directory of ``tag`` or of ``latest``; ``None`` if no part has one. Collective over all parts.
+        """Return the directory of ``tag`` or of ``latest``, or ``None`` if no part has it. Collective over all parts.
 
         Raises:
-            CheckpointError: on every rank, if the parts have different checkpoints.
+            CheckpointError: the parts have different checkpoints (raised on every rank).
             NotImplementedError: the checkpoint is a universal one, and the model has several parts.
         """
         own, model_axis = Path(self.directory(root)), self._session.mesh.joined

@@ -107,7 +107,7 @@ class Batch:
 
 
 def load_config(config: Source) -> dict[str, Any]:
-    """Return a configuration's tree as a copy; the caller's dict is never changed.
+    """Return a copy of a configuration as nested dictionaries. The caller's dict is never changed.
 
     Raises:
         FileNotFoundError, TypeError, ValueError: ``config`` is neither a dict nor a file with one JSON or Hjson object.
@@ -367,7 +367,7 @@ def _convert(path: str, key: Key, value: Any) -> Any:
 
 
 def batch_of(settings: Settings, ranks: int) -> Batch | None:
-    """Return the batch sizes, with missing ones derived as in DeepSpeed; ``None`` if none is given.
+    """Return the batch sizes. Missing sizes are derived as in DeepSpeed. Return ``None`` if no size is given.
 
     Raises:
         ValueError: their product for ``ranks`` ranks is not ``train_batch_size``.

@@ -58,7 +58,7 @@ class DeepSpeedEngine(ModeOfModule):
         optimizer: the sharded optimizer, or ``None``.
         lr_scheduler: the scheduler. It steps after every update, but not after a step skipped because of an overflow.
         session: the session (plan, memory, traffic).
-        report: which keys of the configuration are used or ignored.
+        report: lists the keys of the configuration that are used or ignored.
         global_steps: number of steps, including skipped ones.
         micro_steps: number of calls of :meth:`step`.
         global_samples: number of samples in the backward passes of these steps, over all ranks. With
@@ -302,7 +302,7 @@ class DeepSpeedEngine(ModeOfModule):
             exclude_frozen_parameters: leave out parameters that do not require gradients; loading keeps the model's.
 
         Raises:
-            CheckpointError: on every rank, if one could not write. Earlier checkpoints stay, but one of
+            CheckpointError: a rank could not write (raised on every rank). Earlier checkpoints stay, but one of
                 the same tag may have been replaced in other ``mp_rank`` directories, which loading reports.
             ValueError: no ``save_dir``, or ranks have different tags with ``checkpoint.tag_validation="FAIL"``.
         """
@@ -440,7 +440,7 @@ class DeepSpeedEngine(ModeOfModule):
             self._losses.append(loss.detach())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients at stages 0 and 1; keep them at stages 2 and 3, as in DeepSpeed.
+        """Drop gradients at stages 0 and 1. Stages 2 and 3 keep gradients, as in DeepSpeed.
 
         The count of passes does not change, except after a failed pass, where the step starts again.
         """
@@ -473,7 +473,7 @@ class DeepSpeedEngine(ModeOfModule):
 
     @deferred_interrupts("step()")
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Update the parameters if this is the accumulation boundary; call it after every backward pass. Collective.
+        """Update the parameters at an accumulation boundary. Call this after every backward pass. Collective.
 
         Ctrl-C is deferred to its end. If it raises before the update, it may be called again.
 

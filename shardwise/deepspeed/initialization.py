@@ -265,7 +265,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
 
 def with_tp_size(config: Any, model: nn.Module) -> Any:
-    """Return the configuration with the size from :func:`tp_model_init` for ``model`` or a part of it.
+    """Return the configuration with the tensor-parallel size that :func:`tp_model_init` set for ``model`` or its parts.
 
     Raises:
         ValueError: the configuration has another size, or parts of ``model`` have different ones.

@@ -54,7 +54,7 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules with these names in ``named_modules()``; return them, and the names without a module.
+    """Mark modules by their names in ``named_modules()``. Return the modules, and names that match no module.
 
     Raises:
         ValueError: there are no such modules, and ``raise_if_not_found``.
@@ -67,7 +67,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose names have these suffixes; return them, and the suffixes without a module.
+    """Mark modules by suffixes of their names. Return the modules, and suffixes that match no module.
 
     Raises:
         ValueError: there are no such modules, and ``raise_if_not_found``.

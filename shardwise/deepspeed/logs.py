@@ -52,7 +52,7 @@ def set_level(level: int | str) -> int:
 
 
 def log_dist(message: Any, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; ``[-1]`` or no ranks: on all."""
+    """Log on ``ranks``. ``[-1]`` and an empty list stand for all ranks."""
     if not ranks or ranks[0] == -1 or get_rank() in ranks:
         LOG.log(level, "[Rank %s] %s", get_rank(), message)
 

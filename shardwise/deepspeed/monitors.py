@@ -48,7 +48,7 @@ class Monitor:
         enabled: whether there is a monitor.
 
     Raises:
-        ModuleNotFoundError: on every rank, if a package is not installed.
+        ModuleNotFoundError: a package is not installed (raised on every rank).
     """
 
     def __init__(self, settings: Settings) -> None:

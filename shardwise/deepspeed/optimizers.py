@@ -26,7 +26,7 @@ _UNAVAILABLE = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zeroo
 
 
 def wide_states(settings: Settings) -> bool | None:
-    """Return whether Adam's moments are fp32 with 16-bit masters; ``None`` if masters are not 16-bit."""
+    """Return whether Adam's moments are fp32 while masters are 16-bit. ``None`` if masters are not 16-bit."""
     if settings["fp16.enabled"] and settings["fp16.fp16_master_weights_and_grads"]:
         return True
     if settings["bf16.enabled"] and settings["bf16.bf16_master_weights_and_grads"]:
@@ -122,8 +122,7 @@ def _mark_matrices(model: nn.Module | None) -> None:
 
 
 def _make_muon(parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim.Optimizer:
-    """Return an optimizer with groups ``muon-params`` and ``adam-params`` of the trained parameters; empty ones are
-    omitted.
+    """Return an optimizer with the groups ``muon-params`` and ``adam-params``. Empty groups are omitted.
 
     Raises:
         ValueError: an unknown option (the message names the nearest one), a parameter without ``use_muon``, or a group
@@ -386,7 +385,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def overflow(self) -> bool:
-        """Return True if the last step was skipped; accelerate reads it."""
+        """Return True if the last step was skipped. accelerate reads this property."""
         return self.last_step_skipped
 
     def needs_scaler(self) -> bool:

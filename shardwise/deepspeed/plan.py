@@ -1,4 +1,4 @@
-"""Translate a DeepSpeed configuration to a plan, as a pure function of it, the ranks and the parameter sizes."""
+"""Translate a DeepSpeed configuration to a plan. The plan depends only on configuration, ranks and parameter sizes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def to_plan(config: Source, world_size: int, *, numels: Sequence[int] | None = N
 
 
 def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = None) -> Plan:
-    """Return :func:`to_plan` of settings that were read; keys that only some stages use are added to their report."""
+    """Return the plan of settings that were read. Keys that only some stages use are added to the report."""
     s = settings
     _report_ignored(s)
     mesh = _mesh(s, data_ranks(s, world_size) * s["sequence_parallel_size"])

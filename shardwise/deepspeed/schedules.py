@@ -81,8 +81,9 @@ def _warm(iteration: int, steps: int, warmup_type: str) -> float:
 
 
 class WarmupLR(_Schedule):
-    """Warm up from ``warmup_min_lr`` to ``warmup_max_lr`` (``None``: the optimizer's) in ``warmup_num_steps``; then
-    constant.
+    """Warm up from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``, then keep the rate.
+
+    ``warmup_max_lr=None`` is the learning rate of the optimizer.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class WarmupCosineLR(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """Increase the rate from ``lr_range_test_min_lr`` by ``step_rate`` of it every ``step_size`` steps (arXiv
+    """Increase the rate from ``lr_range_test_min_lr`` by the fraction ``step_rate`` every ``step_size`` steps (arXiv
     1803.09820).
     """
 

@@ -44,7 +44,7 @@ def forget(session: Session) -> None:
 
 
 class Init:
-    """Build models inside without memory; ``initialize`` creates the same values, one tensor at a time.
+    """Context in which models are built without memory. ``initialize`` creates the same values, tensor by tensor.
 
     Masters keep the unrounded values. The arguments are DeepSpeed's, in their order. The configuration of
     ``initialize`` decides about devices and dtypes.
@@ -267,7 +267,7 @@ def _overwrite(param: nn.Parameter, broadcast: Callable[[torch.Tensor], Any]) ->
 
 
 def sessions_of(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
-    """Yield sessions with some of the parameters with these ids, and which ones; the newest session first.
+    """Yield sessions that have some of these parameters, and the ids of those, with the newest session first.
 
     A closed session counts as long as its parameters are sharded.
     """

@@ -89,7 +89,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def _opened(
     directory: str | Path, tag: str | None, exclude_frozen: bool, dtype: torch.dtype
 ) -> tuple[OpenSource, dict[str, Entry], dict[str, str]]:
-    """Return a checkpoint, its tensors, and other names of tied ones."""
+    """Return a checkpoint, its tensors, and the other names of tied tensors."""
     root = Path(as_path("checkpoint_dir", directory, "a directory of checkpoints"))
     tag = tag or read_name(root / LATEST)
     source = open_checkpoint(root / tag if tag else root)

@@ -188,7 +188,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard ``model`` without an optimizer; with ``evaluation_mode`` keep it unsharded on every rank."""
+        """Shard ``model`` without an optimizer. With ``evaluation_mode`` the model stays unsharded on every rank."""
         session = self.session_of(model)
         if session is not None:
             return self._adopt_again(session)
@@ -248,7 +248,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # ---- passes
 
     def session_of(self, model: nn.Module) -> Session | None:
-        """Return the session of a prepared model (the original or the returned one); ``None`` for others."""
+        """Return the session of a prepared model (the original or the returned one), or ``None`` for other modules."""
         inner = model.unwrap() if isinstance(model, ShardedModule) else model
         return next((session for session in self._sessions if session.module.unwrap() is inner), None)
 
@@ -273,7 +273,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a context without reductions if the plan keeps full gradients (DDP, ZeRO-1); otherwise no effect."""
+        """Return a context without reductions of gradients. It has no effect unless the plan keeps full gradients."""
         session = self.session_of(model)
         keeps_full_grads = session is not None and session.plan.shard.reduce == "last"
         with session.no_sync() if session is not None and keeps_full_grads else nullcontext():
@@ -433,7 +433,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             The directory.
 
         Raises:
-            CheckpointError, ValueError, FileNotFoundError: on every rank, if a hook failed on one.
+            CheckpointError, ValueError, FileNotFoundError: a hook failed on a rank (raised on every rank).
         """
         prepared = self._prepared()
         self._warn_unprepared(prepared)
@@ -461,7 +461,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         Collective.
 
         Raises:
-            CheckpointError, ValueError, FileNotFoundError: on every rank, if a hook failed on one.
+            CheckpointError, ValueError, FileNotFoundError: a hook failed on a rank (raised on every rank).
         """
         prepared = self._prepared()
 

@@ -57,7 +57,8 @@ def loading_hooks(accelerator: Any, sessions: Sequence[Session], load: Callable[
     """Make accelerate's ``load_state`` inside call ``load(directory)``, then the hooks, as in :func:`saving_hooks`.
 
     Raises:
-        ValueError: in ``load_state``, on every rank, if the ranks have different numbers of hooks; nothing is loaded.
+        ValueError: the ranks have different numbers of hooks (raised by ``load_state`` on every rank). Nothing was
+            loaded.
     """
     models = list(accelerator._models)
 

@@ -104,7 +104,7 @@ class ShardwiseTrainer(Trainer):
         :func:`shardwise.core.checkpoint.formats.atomic_files.output_files`.
 
         Raises:
-            CheckpointError, ValueError: on every rank, if the main process could not write; all earlier files are
+            CheckpointError, ValueError: the main process could not write (raised on every rank); all earlier files are
                 unchanged.
         """
         session = self.session

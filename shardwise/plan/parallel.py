@@ -55,7 +55,7 @@ class PipelinePlan:
             ``None``, there is one micro-batch per stage.
         layers: number of layers of each stage; ``None``: as even as possible, with more in the middle.
         cache_shapes: stages exchange shapes once for each shape of the inputs; ``False``: with every message.
-        body: where the layers are (``Body``), for a model whose class is not registered.
+        body: the names of the modules with the layers (``Body``), for a model whose class is not registered.
         orders: for ``"zbv"``, the actions of each rank in their order (``custom_schedule``), for steps with its number
             of micro-batches. ``None``: the order of the paper.
     """
@@ -100,7 +100,8 @@ class SequencePlan:
         inner_ring: for ``"ring_attn"``, the number of ranks in an inner ring, through which keys and values are sent
             before they go to the next ring; ``None``: one ring of all ranks.
         parallel_output: logits stay split by the sequence, if the model's own loss supports it.
-        architecture: where a model's sequences begin and end; ``None``: the table entry of the model's classes.
+        architecture: the modules where a model's sequences begin and end. ``None``: the table entry of the model's
+            classes.
     """
 
     mode: Literal["all_to_all", "ring_attn"] = "all_to_all"
@@ -120,7 +121,7 @@ DIVIDES: dict[type, tuple[str, ...]] = {
     PipelinePlan: ("schedule", "chunks", "microbatches", "microbatch_rows", "layers", "orders"),
     SequencePlan: ("mode", "inner_ring"),
 }
-"""Fields that divide work between ranks; the others describe the model or its output."""
+"""Fields that divide work between ranks. Other fields describe the model or its output."""
 
 
 def settings_of(part: TensorPlan | PipelinePlan | SequencePlan) -> list[str]:

@@ -137,7 +137,9 @@ class MeshPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ByNumel:
-    """Pack parameters in module order into chunks of up to ``chunk_numel`` elements; larger ones have their own chunk.
+    """Pack parameters in module order into chunks of up to ``chunk_numel`` elements.
+
+    A larger parameter has its own chunk.
 
     A model smaller than ``min_chunks`` such chunks gets about ``min_chunks`` smaller ones, so that small models, too,
     can overlap and free chunks. ``min_chunks=1`` keeps the size.
@@ -213,9 +215,9 @@ class ParamGroupPlan:
     Attributes:
         names: names of modules, each with everything inside it, or of parameters. The longest matching name decides
             the options of a parameter.
-        reshard_after_forward: as in FSDP2. ``False``: the parameters stay gathered for any budget and offloaded
-            fraction, so backward gathers nothing. ``True``: they are freed after the forward pass of their module and
-            gathered again in backward, even if the budget would keep them.
+        reshard_after_forward: the argument of FSDP2. ``False``: the parameters stay gathered for any budget and
+            offloaded fraction, so backward gathers nothing. ``True``: they are freed after the forward pass of their
+            module and gathered again in backward, even if the budget would keep them.
     """
 
     names: tuple[str, ...]
@@ -341,8 +343,8 @@ class CommPlan:
             in 8 bits (:mod:`shardwise.core.comm.block_formats`). Masters are kept separately and never rounded.
         compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"`` for trained parameters only (qwZ of ZeRO++); ``None``: as
             for ``compress``.
-        compress_gradients: the same for gradients (qgZ), which are rounded once and summed in fp32.
-        compress_frozen: the same for gathers of parameters that are frozen when the model is sharded (MixZ++); each
+        compress_gradients: the format for gradients (qgZ), which are rounded once and summed in fp32.
+        compress_frozen: the format for gathers of parameters that are frozen when the model is sharded (MixZ++); each
             rank keeps its shard unrounded. ``None``, or a dtype that cannot be compressed: sent as it is.
         exchange_bytes: extra bytes for exchange buffers of gradients at stages 2 and 3, beyond two for each class of
             chunk sizes, so that more reductions run at once. ``None``: 16 MiB between hosts without GPUs and without a
@@ -388,7 +390,7 @@ class CommPlan:
 
     @property
     def compressed(self) -> str:
-        """The compression settings for messages; empty where nothing is compressed."""
+        """The compression settings for messages. Empty if nothing is compressed."""
         fields = ("compress", "compress_weights", "compress_gradients")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in fields if getattr(self, name) is not None)
 

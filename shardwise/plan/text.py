@@ -72,7 +72,7 @@ def _plain(name: str, value: Any, objects: bool) -> Any:
 
 
 def from_tables(kind: type[P], tables: Mapping[str, Any], where: str, base: Any = None) -> P:
-    """Return a dataclass with the fields of ``tables``; missing fields come from ``base`` or have their defaults.
+    """Return a dataclass with the fields of ``tables``. Missing fields come from ``base`` or have their defaults.
 
     Args:
         kind: the class of the dataclass.

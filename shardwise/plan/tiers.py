@@ -23,7 +23,7 @@ class DiskPlan:
         overlap_events: collect completions while further requests are in flight.
         state_buffers: host buffers for optimizer tiles; three overlap a read, an update and a write.
         param_buffers: host buffers for parameter shards.
-        medium: what stores the bytes: ``"file"``, or a registered name (``shardwise.register_medium``).
+        medium: the kind of storage: ``"file"``, or a registered name (``shardwise.register_medium``).
     """
 
     directory: str
@@ -80,7 +80,7 @@ class TierPlan:
         device_capacity_bytes: limit of device memory; ``None``: no limit (under ``auto`` the memory of the GPU).
         pin_memory: page-lock the host memory, with CUDA.
         disk: how to use the disk; required if a disk fraction is above 0, otherwise ``None``.
-        auto: place by the memory trace; ``None``: by the fixed fractions above.
+        auto: chooses placement from the memory trace. With ``None`` the fixed fractions above decide.
     """
 
     param_host_fraction: float = 0.0

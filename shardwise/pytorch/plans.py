@@ -102,7 +102,7 @@ def on_host(plan: Plan, pin: bool) -> Plan:
 
 
 def stays_gathered(names: tuple[str, ...]) -> tuple[ParamGroupPlan, ...]:
-    """Return the parameter group of ``names``, which stay gathered; none without names."""
+    """Return the parameter group of ``names``, which stay gathered. Without names there is no group."""
     return (ParamGroupPlan(names=names, reshard_after_forward=False),) if names else ()
 
 
@@ -348,7 +348,7 @@ def check_all_ranks(name: str, group: dist.ProcessGroup | None) -> None:
 
 
 def mesh_of(mesh: DeviceMesh) -> MeshPlan:
-    """Return the mesh plan: one dimension shards; of two dimensions the first has replicas.
+    """Return the mesh plan. One dimension shards. If there are two dimensions, the first one replicates.
 
     Raises:
         NotImplementedError: three dimensions, or not all ranks.
@@ -367,8 +367,9 @@ def all_ranks() -> MeshPlan:
 
 
 def nodes(pair: tuple[dist.ProcessGroup, dist.ProcessGroup] | None) -> MeshPlan:
-    """Return the mesh plan that shards within a group (of a pair: the first; otherwise a node), with replicas of the
-    group.
+    """Return the mesh plan that shards within a group and replicates the group.
+
+    The group is the first of a pair of groups, or the ranks of a node.
 
     Raises:
         ValueError: the launcher's variables do not have the number of ranks per node.

@@ -200,7 +200,7 @@ class VocabParallelLMHead1D(ParallelModule):
 
 
 class PaddingEmbedding(ParallelModule):
-    """A replicated embedding with padding rows; an error, because the rows only use memory."""
+    """A replicated embedding with padding rows. Not supported, because the rows only use memory."""
 
     @classmethod
     def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
@@ -208,7 +208,7 @@ class PaddingEmbedding(ParallelModule):
 
 
 class PaddingLMHead(PaddingEmbedding):
-    """A replicated head with padding rows; an error like :class:`PaddingEmbedding`."""
+    """A replicated head with padding rows. Not supported, like :class:`PaddingEmbedding`."""
 
 
 class LayerNorm(ParallelModule):
@@ -236,7 +236,7 @@ class RMSNorm(LayerNorm):
 
 
 class FusedLayerNorm(ParallelModule):
-    """A norm with its own kernel; not available."""
+    """A norm with its own kernel. Not supported."""
 
     @classmethod
     def collect(cls, rules: ModuleRules, path: str, **kwargs: Any) -> None:
@@ -244,7 +244,7 @@ class FusedLayerNorm(ParallelModule):
 
 
 class FusedRMSNorm(FusedLayerNorm):
-    """A norm with its own kernel; not available."""
+    """A norm with its own kernel. Not supported."""
 
 
 class DropoutForReplicatedInput(LayerNorm):

@@ -25,7 +25,7 @@ NOT_YET = (
 
 @dataclass
 class GradientCheckpointConfig:
-    """Activation checkpointing of a fraction of the layers of every stack, or of every pipeline stage; the first ones.
+    """Activation checkpointing of the first layers of every stack or pipeline stage, by a fraction.
 
     Attributes:
         gradient_checkpointing_ratio: the fraction, in [0, 1].

@@ -249,7 +249,7 @@ class ColossalAI(ShardedStrategy):
         return gathered.flatten(0, 1) if gathered.dim() > part.dim() else gathered
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "sum") -> Any:
-        """Return the sum over ranks (or their ``"mean"`` and so on) on every rank; ``tensor`` is unchanged.
+        """Return the sum, ``"mean"`` or another reduction over ranks on every rank. ``tensor`` is unchanged.
 
         A value that is not a tensor is returned unchanged.
         """

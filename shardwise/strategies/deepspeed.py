@@ -63,7 +63,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are created on the device of their shards;
             a warning says so if that is another one.
         offload_optimizer: offload masters and optimizer state to ``offload_optimizer_device``.
-        offload_parameters: at stage 3 offload parameters to ``offload_params_device``.
+        offload_parameters: whether stage 3 offloads parameters to ``offload_params_device``.
         offload_params_device: ``"cpu"`` or ``"nvme"``.
         nvme_path: a directory on the disk.
         params_buffer_count: CPU buffers for parameters on the disk.
@@ -82,7 +82,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         overlap_comm: reduce during backward and gather ahead.
         allgather_partitions: no effect: updated parameters are always all-gathered.
         reduce_scatter: no effect: an all-reduce would give the same sums.
-        allgather_bucket_size: at stages 0 to 2 chunks have the smaller of the two bucket sizes.
+        allgather_bucket_size: a bucket size. Chunks at stages 0 to 2 have the smaller of the two bucket sizes.
         reduce_bucket_size: see ``allgather_bucket_size``.
         zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
         logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
@@ -415,7 +415,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
             says so if that is elsewhere.
         offload_optimizer: offload masters and optimizer state to ``offload_optimizer_device``.
-        offload_parameters: at stage 3 offload parameters to ``offload_params_device``.
+        offload_parameters: whether stage 3 offloads parameters to ``offload_params_device``.
         offload_params_device: ``"cpu"`` or ``"nvme"``.
         nvme_path: a directory on the disk.
         params_buffer_count: CPU buffers for parameters on the disk.
@@ -434,7 +434,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         overlap_comm: reduce during backward and gather ahead.
         allgather_partitions: no effect: updated parameters are always all-gathered.
         reduce_scatter: no effect: an all-reduce would give the same sums.
-        allgather_bucket_size: at stages 0 to 2 chunks have the smaller of the two bucket sizes.
+        allgather_bucket_size: a bucket size. Chunks at stages 0 to 2 have the smaller of the two bucket sizes.
         reduce_bucket_size: see ``allgather_bucket_size``.
         zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
         logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
@@ -553,7 +553,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
     # ---- checkpoints
 
     def writer(self, session: Session, full: bool) -> Checkpointer:
-        """See :meth:`FabricStrategy.writer`; without frozen parameters if ``exclude_frozen_parameters``."""
+        """See :meth:`FabricStrategy.writer`. With ``exclude_frozen_parameters`` frozen parameters are not written."""
         if not self.exclude_frozen_parameters:
             return super().writer(session, full)
         return Checkpointer(WithoutFrozen(session if full else ModelOnly(session)))

@@ -209,7 +209,7 @@ class FabricStrategy(Strategy):
             live.unshard()
 
     def unshard(self) -> None:
-        """Turn the models into ordinary ones with full parameters on the host of every rank. Collective."""
+        """Turn the models into ordinary models with full parameters on the host of every rank. Collective."""
         for late in self._late:
             if late.built:
                 self._undo(late.session)
@@ -279,7 +279,7 @@ class FabricStrategy(Strategy):
         return session.checkpoints if full else Checkpointer(ModelOnly(session))
 
     def restore(self, session: Session, path: str, strict: bool, full: bool, check: Check = None) -> dict[str, Any]:
-        """Load a directory into a session, with its optimizers or without; return the other entries. Collective."""
+        """Load a directory into a session, with or without optimizers. Return the other entries. Collective."""
         return restored(session, path, strict, full, check)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -350,8 +350,8 @@ class FabricStrategy(Strategy):
 
         Raises:
             TypeError: ``storage_options`` or ``filter`` for a directory.
-            ValueError: not exactly one model, or only some of its optimizers.
-            CheckpointError: on every rank, if an entry cannot be saved, or a file cannot be written.
+            ValueError: there is not exactly one model, or only some of its optimizers are saved.
+            CheckpointError: an entry cannot be saved, or a file cannot be written (raised on every rank).
         """
         if self._one_file or not self._sessions_of(state):
             super().save_checkpoint(os.fspath(self.broadcast(path)), state, storage_options, filter)
@@ -454,7 +454,10 @@ def entries_of(user_state: Any) -> dict[str, Any]:
 
 
 def restored(session: Session, path: str, strict: bool, full: bool, check: Check) -> dict[str, Any]:
-    """Restore a session (``full``: with optimizers, loss scale and random numbers); return the other entries."""
+    """Restore a session, and return the other entries.
+
+    With ``full`` this includes optimizers, loss scale and random numbers.
+    """
     if full:
         check_entries = (lambda state: check(entries_of(state))) if check is not None else None
         result = session.checkpoints.load(path, strict=strict, check=check_entries)

@@ -86,7 +86,7 @@ class ShardedStrategy(Strategy):
         """The session that this strategy runs.
 
         Raises:
-            RuntimeError: before ``setup``.
+            RuntimeError: ``setup`` was not called.
         """
         if self._live is None:
             raise RuntimeError(
@@ -245,7 +245,7 @@ class ShardedStrategy(Strategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Load the weights of a single file; those of a directory are already loaded.
+        """Load the weights of a single file. The weights of a directory are already loaded.
 
         Modules that ``on_load_checkpoint`` built again are dropped with a warning: they are not sharded.
         """
@@ -282,7 +282,10 @@ UNFREEZING = {"unfreeze_and_add_param_group", "make_trainable", "add_param_group
 
 
 def _only_freezes(callback: Any) -> bool:
-    """Return whether a ``BaseFinetuning`` names nothing that unfreezes; if it does so elsewhere, that is the error."""
+    """Return whether ``finetune_function`` of a ``BaseFinetuning`` names no function that unfreezes.
+
+    An unfreeze elsewhere raises an error when it runs.
+    """
     code = getattr(getattr(callback, "finetune_function", None), "__code__", None)
     return code is not None and not UNFREEZING & {*code.co_names}
 

@@ -125,7 +125,7 @@ class Saving:
 
         Raises:
             TypeError: ``storage_options`` without a ``checkpoint_io`` that would use them.
-            CheckpointError: on every rank, if an entry cannot be saved or a file cannot be written.
+            CheckpointError: an entry cannot be saved or a file cannot be written (raised on every rank).
         """
         if storage_options is not None and not self.one_file:
             raise TypeError(

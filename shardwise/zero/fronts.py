@@ -85,7 +85,7 @@ class OptimizerFront(OptimizerFacade):
 
         Args:
             loss: a scalar.
-            inputs: only ``None``: gradients of all parameters are reduced.
+            inputs: must be ``None``: gradients of all parameters are reduced.
             retain_graph: as in torch.
         """
         if inputs is not None:

@@ -100,7 +100,7 @@ class ShardedOptimizerV2(OptimizerFront):
         self.target.backward_by_grad(tensor, grad)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
-        """Clip the global norm of the gradients of the next step; return the unscaled norm before. Collective.
+        """Clip the global norm of the next step's gradients. Return the unscaled norm before clipping. Collective.
 
         Raises:
             ValueError: ``model`` is not this optimizer's; ``max_norm`` is not positive.

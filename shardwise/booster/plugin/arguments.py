@@ -24,7 +24,7 @@ MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 
 
 def check_types(arguments: Any, fractions: Collection[str] = (), own: Collection[str] = ()) -> None:
-    """Check that each argument has the type of its annotation; equal values become it, such as 8 for 8.0.
+    """Check that each argument has the type of its annotation. Equal values are converted, such as 8.0 to 8.
 
     Args:
         arguments: an instance of a dataclass.
@@ -57,7 +57,7 @@ def _same(value: Any, hint: Any) -> Any:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Return True if ``value`` fits the type ``hint``; 1.0 fits an int, 0 and 1 a bool. Strings are not checked."""
+    """Return True if ``value`` fits the type ``hint``. 1.0 fits an int; 0 and 1 fit a bool. Strings are not checked."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(fits(value, each) for each in get_args(hint))
@@ -79,7 +79,7 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def warn_unused(arguments: Any, reasons: Mapping[str, Iterable[str]]) -> None:
-    """Warn about changed arguments without effect; ``reasons`` has their names by reason."""
+    """Warn about changed arguments without effect. ``reasons`` has the names of arguments by reason."""
     for reason, names in unused_arguments(arguments, reasons).items():
         values = ", ".join(f"{name}={getattr(arguments, name)!r:.80}" for name in names)
         warn_user(f"{values} without effect: {reason}")

@@ -31,7 +31,7 @@ Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
 def start_ranks() -> torch.device:
-    """Return this process's device; create the process group from the launcher's variables if it does not exist."""
+    """Create the process group from the launcher's variables if it does not exist. Return this process's device."""
     from shardwise.core.mesh.launch import init_distributed
 
     return init_distributed()
@@ -92,7 +92,7 @@ def with_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Plan:
 
 
 def updates_early(plan: Plan, device: torch.device) -> bool:
-    """Return True if some state can be updated during backward; on a GPU this is state on the host or a disk."""
+    """Return True if some state can be updated during backward. On a GPU this is state on the host or a disk."""
     tiers = plan.tiers
     elsewhere = tiers.auto is not None or tiers.state_host_fraction + tiers.state_disk_fraction > 0.0
     return plan.grad.update == "backward" and (device.type == "cpu" or elsewhere)
@@ -137,9 +137,7 @@ class Plugin(ABC):
 
     @abstractmethod
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        """Prepare both for training, and return them. Collective over all ranks; an optimizer of ``None`` stays
-        ``None``.
-        """
+        """Prepare model and optimizer for training, and return them. Collective. The optimizer may be ``None``."""
 
     @abstractmethod
     def no_sync(
@@ -242,7 +240,7 @@ class DPPluginBase(Plugin):
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Keep gradients of backward passes inside local; requires ``model``, the boosted model.
+        """Return a context in which gradients are not reduced. ``model`` is the boosted model.
 
         Raises:
             ValueError: ``model`` is not a boosted one.
@@ -259,7 +257,7 @@ class ShardedPlugin(Plugin):
 
     @abstractmethod
     def plan(self, world_size: int) -> Plan:
-        """Return the plan for that many ranks, model-parallel ones included."""
+        """Return the plan for this number of ranks, including model-parallel ranks."""
 
     def check_device(self, device: torch.device) -> None:
         """Raise if an argument does not fit ``device``."""

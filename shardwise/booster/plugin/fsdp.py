@@ -114,9 +114,7 @@ class TorchFSDPModel(ModelWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which every rank keeps unsharded gradients; the first pass afterwards reduces their
-        sum.
-        """
+        """Return a context in which ranks keep unsharded gradients. The next pass afterwards reduces the sum."""
         sharded = cast(FSDPModule, self.module)
         try:
             sharded.set_requires_gradient_sync(False)  # set unit by unit; an interrupt may come in between

@@ -1,4 +1,4 @@
-"""GeminiPlugin: ZeRO-3 in chunks of searched size on our engine; any fraction of the chunks may stay gathered."""
+"""GeminiPlugin: ZeRO-3 in chunks whose size is searched. Any fraction of the chunks may stay gathered."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Return a GPU's memory that torch caches without using it; does nothing for other devices."""
+    """Release GPU memory that torch caches without using it. No effect on other devices."""
     if device.type == "cuda":
         runtime().empty_cache(device)
 
@@ -300,7 +300,7 @@ class Lent:
     """Keeps memory that other streams use until the current stream has waited for them.
 
     Args:
-        tensors: on a GPU, allocated on its current stream.
+        tensors: GPU tensors that were allocated on the current stream.
     """
 
     def __init__(self, *tensors: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Events of one model by name, so that the parts of an engine need not know each other.
+"""Events of one model by name, which decouple the parts of an engine.
 
 All listeners are registered in one place, where the engine is built. They are called synchronously, in the order of
 registration, by the thread that emits the event. An exception of one goes to that thread, and the rest are not called.

@@ -58,13 +58,13 @@ _GUARD = _Guard()
 # passes, Ctrl-C is raised immediately as well: zero_grad() drops the pass.
 @contextmanager
 def deferred_interrupts(what: str) -> Iterator[None]:
-    """Hold back Ctrl-C until the block ends; a second one is raised at once.
+    """Delay Ctrl-C until the block ends. A second Ctrl-C is raised at once.
 
     Blocks may be nested: only the outermost has an effect. The block changes nothing outside the main thread, or if the
     program ignores SIGINT or leaves it to the system.
 
     Args:
-        what: what the block does, for the message on a terminal.
+        what: the action of the block, for the message on a terminal.
     """
     outer = _GUARD.active or threading.current_thread() is not threading.main_thread()
     program = None if outer else signal.getsignal(signal.SIGINT)

@@ -87,7 +87,7 @@ def is_one_kind(one: torch.dtype, other: torch.dtype) -> bool:
 
 
 def keeper(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
-    """Return the module with a tensor of this name; ``None`` if the entry was computed from something else."""
+    """Return the module with a tensor of this name. ``None`` if the entry was computed from other values."""
     path, _, last = name.rpartition(".")
     owner = modules.get(path)
     return owner if isinstance(getattr(owner, last, None), torch.Tensor) else None

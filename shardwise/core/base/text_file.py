@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``; a reader sees the previous file or all of the new one.
+    """Write ``text`` to ``path``. A reader sees the previous file or the complete new file.
 
     Raises:
         OSError: the file cannot be written; the previous one is unchanged.

@@ -111,7 +111,7 @@ class AsyncSaver:
     def start(
         self, pin: bool, copy: Callable[[HostSnapshot], T], write: Callable[[Ranks, Callable[[], T]], None]
     ) -> None:
-        """Copy now, and write in a thread of its own. Collective; call :meth:`wait_for_saves` first.
+        """Copy the values now, and write them in another thread. Collective. Call :meth:`wait_for_saves` first.
 
         Args:
             pin: page-lock the memory of the copy.

@@ -54,7 +54,7 @@ class FileSystem:
         os.mkdir(path)
 
     def create(self, path: str) -> int:
-        """Return a descriptor of a new, empty file; an existing file or link of that name is removed first."""
+        """Return a descriptor of a new, empty file. An existing file or link of that name is removed first."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             return os.open(path, flags, 0o644)
@@ -104,7 +104,7 @@ class FileSystem:
         os.rename(old, new)
 
     def exchange(self, one: str, other: str) -> bool:
-        """Exchange the names of two directories in one step; return False if the system cannot."""
+        """Exchange the names of two directories in one step. Return False if the system cannot do that."""
         if self._renameat2 is None:
             return False
         done = self._renameat2(
@@ -196,7 +196,7 @@ def sync_path(path: str | os.PathLike[str]) -> None:
     """Flush a file or a directory, if the file system can.
 
     Raises:
-        OSError: what was written may not survive a power failure.
+        OSError: the written data may not survive a power failure.
     """
     if os.path.isdir(path):
         DISK.sync_directory(os.fspath(path))
@@ -222,7 +222,7 @@ HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|purged)-[0-9a-f]{
 OUTPUT = "output-"
 """Prefix of the kind in hidden names of other directories."""
 Owned = Callable[[str], bool]
-"""Return True if a save writes a file of this name; such files of an earlier save are not kept."""
+"""Return True if a save writes a file of this name. Such files of an earlier save are removed."""
 
 
 def hidden_name(path: str, kind: str) -> str:
@@ -241,7 +241,7 @@ class AtomicDirectory:
         prefix: prefix of the kind in hidden names.
 
     Attributes:
-        hidden: where to write.
+        hidden: the hidden directory to write into.
 
     Raises:
         OSError: the directory cannot be created.

@@ -171,8 +171,8 @@ class Checkpointer:
             The position in training; see :class:`Restored`.
 
         Raises:
-            CheckpointDamage: on every rank, if bytes are missing or wrong. The message names file and tensor, and says
-                whether some values were already replaced.
+            CheckpointDamage: bytes are missing or wrong (raised on every rank). The message names file and tensor, and
+                says whether some values were already replaced.
             CheckpointError: a file cannot be read; some ranks do not see the checkpoint; or ``"auto"`` has loaded
                 values of a damaged checkpoint, and the next older one does not fit or (``strict=False``) does not
                 replace all of them.

@@ -34,7 +34,7 @@ def get_model_state_dict(
 
     Args:
         model: ``session.module``.
-        submodules: not supported.
+        submodules: must not be set.
         options: ``full_state_dict`` returns full tensors; with ``cpu_offload`` only on rank 0, in host memory.
             Otherwise this rank's rows of each parameter as a ``DTensor`` over all ranks, and full buffers.
 

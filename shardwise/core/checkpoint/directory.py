@@ -1,4 +1,4 @@
-"""The root directory of a run's checkpoints: find them; add, replace and remove one.
+"""The root directory of a run's checkpoints: find, add, replace and remove checkpoints.
 
 Names that begin with a dot are not checkpoints: see :mod:`shardwise.core.checkpoint.atomic`.
 """
@@ -71,7 +71,7 @@ def _age(entry: CheckpointEntry) -> tuple[bool, int, bool]:
 
 
 def _is_ours(path: str) -> bool:
-    """Return True if ``path`` is a checkpoint or a part of one."""
+    """Return True if ``path`` is a checkpoint or a part of a checkpoint."""
     return os.path.isdir(path) and (os.path.exists(os.path.join(path, MANIFEST)) or has_pieces(path))
 
 

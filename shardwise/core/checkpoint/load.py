@@ -26,7 +26,7 @@ from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, 
 from shardwise.core.checkpoint.training_run import Run, as_run
 
 Check = Callable[[Any], None] | None
-"""Called on every rank with the user state before anything is changed; an error on one rank is raised on all."""
+"""Called on every rank with the user state before anything is changed. All ranks raise an error of one rank."""
 LOAD_ANOTHER = "load another checkpoint before going on"
 REPLACED = f"after values were replaced ({LOAD_ANOTHER})"
 """Part of the message of an error at that point, which no content of a file should cause."""
@@ -160,7 +160,7 @@ def load_into(session: Any, match: LoadPlan, what: str, finish: Callable[[], Non
     ``finish`` loads the values that belong to them: rates and counts.
 
     Raises:
-        CheckpointDamage, CheckpointError: on every rank; some values were already replaced.
+        CheckpointDamage, CheckpointError: some values were already replaced (raised on every rank).
     """
     run, optimizers = as_run(session), match.optimizers
     with (

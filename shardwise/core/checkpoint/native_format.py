@@ -396,8 +396,8 @@ class PieceLayout:
     """The offsets of fragments in a file.
 
     Attributes:
-        fragments: in the order of their values.
-        offsets: in the file, by fragment.
+        fragments: the fragments in the order of their values.
+        offsets: the offsets in the file, by fragment.
         header: the bytes before the data, which begins on a page.
         nbytes: size of the file.
 

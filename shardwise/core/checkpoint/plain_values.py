@@ -171,7 +171,7 @@ def read_generators(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Set the states of :func:`read_generators`; that of a GPU if it was saved and ``device`` is one."""
+    """Set the states of :func:`read_generators`. The GPU's state is set if it was saved and ``device`` is a GPU."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state((numpy["name"], numpy["keys"].numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"]))

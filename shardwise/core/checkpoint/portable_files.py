@@ -1,4 +1,4 @@
-"""Save and load models and optimizers separately, in files that other libraries read; a Booster uses this.
+"""Save and load models and optimizers separately, in files that other libraries read. A Booster uses this module.
 
 To save, rank 0 writes a format from all ranks' tensors: it requests one block at a time from the other ranks, which
 answer until it is done. To load, every rank reads the ranges that it needs from any format.
@@ -58,7 +58,7 @@ class PortableFiles:
                 first.
 
         Raises:
-            CheckpointError, ValueError: on every rank, if one rank failed, or an earlier asynchronous save did.
+            CheckpointError, ValueError: a rank or an earlier asynchronous save failed (raised on every rank).
         """
         self._save("model", run, lambda: LocalTensors.of_model(run), write, what, use_async)
 
@@ -93,7 +93,7 @@ class PortableFiles:
         Raises:
             ValueError: names (``strict``) or shapes do not fit; all are listed and nothing was changed.
             FileNotFoundError: there is no checkpoint.
-            CheckpointError: on every rank, if it cannot be read.
+            CheckpointError: the file cannot be read (raised on every rank).
         """
         return self._load(run, path, "model", strict, fit)
 
@@ -127,7 +127,7 @@ class PortableFiles:
         return match
 
     def on_rank_zero(self, run: Run, action: Callable[[], object], what: str) -> None:
-        """Call ``action`` on rank 0; every rank raises if it fails. Collective.
+        """Call ``action`` on rank 0. Every rank raises its error. Collective.
 
         Raises:
             CheckpointError, ValueError: errors of ``action``.
@@ -135,7 +135,7 @@ class PortableFiles:
         self.everywhere(run, action if run.rank == 0 else lambda: None, what)
 
     def everywhere(self, run: Run, action: Callable[[], Any], what: str) -> Any:
-        """Call ``action`` on every rank; every rank raises if one fails. Collective."""
+        """Call ``action`` on every rank. Every rank raises if a rank fails. Collective."""
         with run.doing(_doing(what)):
             return agree(run.gather, what, action, share=False)[0]
 
@@ -246,7 +246,7 @@ DONE = -1
 
 
 Read = Callable[[int, int | None], torch.Tensor]
-"""Returns ``numel`` elements of a fragment from ``start`` on; all of them for ``None``."""
+"""Returns ``numel`` elements of a fragment from ``start`` on, or all elements for ``None``."""
 
 
 @dataclass
@@ -351,7 +351,7 @@ def stream(ranks: Ranks, prepare: Callable[[], LocalTensors], write: Write, what
         what: completes "rank 0 could not ...".
 
     Raises:
-        CheckpointError, ValueError: on every rank, if one failed; nothing was written.
+        CheckpointError, ValueError: a rank failed (raised on every rank); nothing was written.
     """
     portions: list[LocalTensors] = []
 

@@ -46,14 +46,16 @@ Gather = Callable[[object], list[Any]]
 
 
 def agree(gather: Gather, what: str, action: Callable[[], T], share: bool = True) -> tuple[T, list[Any]]:
-    """Run ``action`` on every rank; return its result here and those of all ranks (JSON-able if ``share``). Collective.
+    """Run ``action`` on every rank. Return the results of this rank and of all ranks. Collective.
+
+    With ``share`` results must be values that JSON can represent.
 
     :func:`~shardwise.core.comm.collectively` only says that all ranks succeeded. A save and a load need every rank's
     result, and one class of error on all ranks: ``"auto"`` skips a checkpoint that is damaged on any of them.
 
     Raises:
-        CheckpointError, CheckpointDamage, ValueError, FileNotFoundError: on every rank, if one failed. The message
-            names the first rank that failed; damage comes before other errors.
+        CheckpointError, CheckpointDamage, ValueError, FileNotFoundError: a rank failed (raised on every rank). The
+            message names the first rank that failed; damage comes before other errors.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -91,8 +93,8 @@ def begin(run: Run, root: CheckpointRoot, tag: str, step: int, files: Any, keep:
     """Create the directory of a save. Collective; call ``root.discard()`` if this raises.
 
     Raises:
-        ValueError: on every rank, if the tags differ, or rank 0 cannot save under this one.
-        CheckpointError: on every rank, if it cannot be created, or some ranks do not see it.
+        ValueError: the tags differ, or rank 0 cannot save under this tag (raised on every rank).
+        CheckpointError: the directory cannot be created, or some ranks do not see it (raised on every rank).
     """
     what = f"prepare checkpoint {tag!r} in {root.path}"
 
@@ -125,7 +127,7 @@ def _check_tags(tags: Sequence[str]) -> None:
 
 
 def appears(directory: str) -> bool:
-    """Return True if this rank sees a directory that another rank has just created; waits for network file systems."""
+    """Return True if this rank sees a directory that another rank has created. It waits for network file systems."""
     end = time.monotonic() + PATIENCE_S
     while not os.path.isdir(directory):
         if time.monotonic() > end:
@@ -154,7 +156,7 @@ class SaveJob:
 
     Attributes:
         rank: rank of this process.
-        root: on rank 0 the root directory, which makes the save visible; ``None`` on other ranks.
+        root: the root directory, which makes the save visible, on rank 0. ``None`` on other ranks.
         hidden: the directory to write into.
         head: first line of the manifest.
         digests: checksums of rank 0's buffers.
@@ -178,7 +180,7 @@ class SaveJob:
             gather: among all ranks.
 
         Raises:
-            CheckpointError: on every rank; earlier checkpoints are unchanged.
+            CheckpointError: the save failed (raised on every rank). Earlier checkpoints are unchanged.
         """
         tag, plans = self.head.tag, list[SavePlan]()
 

@@ -34,7 +34,7 @@ ONE_A_GROUP = ("base_lrs", "_last_lr")
 
 @dataclass(frozen=True)
 class SavedScheduler:
-    """The state of a learning-rate scheduler; ``kind`` is its class, empty if unknown."""
+    """The state of a learning-rate scheduler. ``kind`` is the class, empty if unknown."""
 
     state: Mapping[str, Any]
     kind: str = ""
@@ -232,7 +232,7 @@ class SchedulerLoadPlan:
         return bool(self._fitting)
 
     def apply(self, run: Run) -> None:
-        """Load the states; options of the groups must have been restored before."""
+        """Load the states. Options of the groups must have been restored before."""
         for saved, scheduler in self._fitting:
             trainer = _trainer_of(run, scheduler)
             adopted = None if trainer is None else self._match.adopted.get(trainer.index)

@@ -65,7 +65,7 @@ def parameter_of(name: str) -> str:
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint of any format, read lazily; nothing in it is executed."""
+    """A checkpoint of any format, read lazily. No code in it is executed."""
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Return every global tensor by name."""
@@ -82,7 +82,7 @@ class CheckpointSource(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON state; {} if the format has none."""
+        """Return the JSON state, or {} if the format has no such state."""
 
     def close(self) -> None:
         """Close open files. Safe to call twice."""
@@ -99,8 +99,8 @@ class CheckpointDamage(CheckpointError):
     """Bytes of a checkpoint are missing or differ from those that were written; the message names file and tensor.
 
     Args:
-        problem: what is damaged.
-        advice: what to do.
+        problem: the damage.
+        advice: the action that helps.
     """
 
     def __init__(self, problem: str, advice: str = "load another copy") -> None:

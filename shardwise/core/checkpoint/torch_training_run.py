@@ -261,7 +261,8 @@ class TorchLocalState:
     # ---- saving
 
     def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
-        """Return what this rank writes; replicas share the work or, without ``shared``, the first writes all."""
+        """Return the values that this rank writes. With ``shared`` replicas divide the work; otherwise the first writes
+        all."""
         full: list[FragmentBlock] = []
         divided: list[FragmentBlock] = []
         place = (0, 1)

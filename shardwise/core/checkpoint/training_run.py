@@ -90,7 +90,7 @@ class LocalState(Protocol):
 
     def load_buffers_and_extra(self, values: dict[str, Any]) -> None: ...
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
-        """Call the module's load hooks after everything is loaded; they may change the lists of names."""
+        """Call the module's load hooks after everything is loaded. The hooks may change the lists of names."""
 
 
 class Run(Protocol):
@@ -102,7 +102,7 @@ class Run(Protocol):
     def size(self) -> int: ...
     @property
     def data_rank(self) -> int:
-        """Return the data-parallel rank; ranks of one model-parallel group have the same."""
+        """Return the data-parallel rank. Ranks of one model-parallel group have the same data-parallel rank."""
 
     @property
     def members(self) -> Members | None: ...
@@ -197,7 +197,7 @@ class EngineRun:
 
     @contextmanager
     def adopting(self, optimizers: Collection[int]) -> Iterator[None]:
-        """Drop gradients; publish shards at the end. Collective."""
+        """Drop gradients, and publish shards at the end of the block. Collective."""
         values = self._session.values
         values.grads.zero()
         for optimizer in self._session.optimizers:
@@ -260,7 +260,7 @@ class Ranks:
         own: create a communicator, for a thread that runs during training. Otherwise the group's is used if it
             supports CPU tensors.
         members: the group of the run's mesh; ``None``: all ranks.
-        activity: what this rank is doing, for messages.
+        activity: activity of this rank, for messages.
     """
 
     def __init__(self, own: bool, members: Members | None = None, activity: Activity | None = None) -> None:

@@ -175,7 +175,7 @@ class GroupMaker:
         """Check that ``value`` (JSON-compatible) is equal on all ranks of the run. Collective; not with ``members``.
 
         Raises:
-            ValueError: on every rank, if they differ; the message has the value of each rank.
+            ValueError: the values differ (raised on every rank). The message has the value of each rank.
         """
         if dist.get_world_size() > 1:
             rows, _ = self._world_control().exchange_object(value)

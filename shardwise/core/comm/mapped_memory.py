@@ -95,7 +95,7 @@ def map_segments(control: Control, nbytes: int, method: Method) -> list[mmap.mma
     """Return one zero-filled segment of ``nbytes`` per rank, by rank. Collective. The first cache line is reserved.
 
     Raises:
-        MappingError: on every rank, if any rank could not create or map its segment.
+        MappingError: any rank could not create or map its segment (raised on every rank).
     """
     # A rank that cannot create its segment takes part in the exchange as well, and all ranks raise.
     own = _make(nbytes, method)
@@ -119,7 +119,7 @@ def map_common_segment(control: Control, nbytes: int) -> tuple[mmap.mmap, mmap.m
     discards them, so that the shared contents are visible again. The first cache line is reserved.
 
     Raises:
-        MappingError: on every rank, if rank 0 could not create it or any rank could not map it.
+        MappingError: rank 0 could not create the file, or a rank could not map it (raised on every rank).
     """
     own = _make(nbytes if control.rank == 0 else LINE_BYTES, "memfd")
     try:

@@ -50,7 +50,7 @@ class Storage:
         upload_slots: copy updated masters on the host to shards on the device.
 
     Raises:
-        DiskError: on every rank, if one cannot open its file or reserve space.
+        DiskError: a rank cannot open its file or reserve space (raised on every rank).
         ValueError: the plan wants secondary shards, and the mesh has no groups for them.
 
     Warns:

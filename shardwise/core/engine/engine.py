@@ -216,7 +216,7 @@ def _make_shards(
     """Divide the model into chunks, and allocate their memory. Collective.
 
     Raises:
-        ValueError: on every rank, if one cannot shard the model, or ranks have different arguments.
+        ValueError: a rank cannot shard the model, or ranks have different arguments (raised on every rank).
     """
 
     def describe() -> Description:

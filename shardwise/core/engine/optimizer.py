@@ -434,8 +434,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the sum of all ranks' shares of the norm, or the largest. The settings of the step travel with it.
 
         Raises:
-            RuntimeError: on every rank, if the ranks assigned different gradients.
-            ValueError: on every rank, if they have different settings.
+            RuntimeError: the ranks assigned different gradients (raised on every rank).
+            ValueError: the ranks have different settings (raised on every rank).
         """
         user_grads, settings = self._grads.facade.user_grads, self._settings
         words = [user_grads.mark(self.index), *settings.piggyback_on_norm()]

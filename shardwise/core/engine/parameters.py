@@ -115,7 +115,7 @@ class ParameterValues:
             places: indices of parameters whose units are gathered; ``None``: all units.
 
         Raises:
-            ValueError: on every rank, if they have different ``places``.
+            ValueError: the ranks have different ``places`` (raised on every rank).
         """
         mesh, pool, guards = self.shards.mesh, self.pool, self.guards
         guards.check_sharded()
@@ -195,7 +195,7 @@ class ParameterValues:
         """Treat assignments ``parameter.data = values`` in ``gathered()`` as writes. Collective.
 
         Raises:
-            RuntimeError: on every rank, if one rank assigned data of another shape, dtype or device.
+            RuntimeError: a rank assigned data of another shape, dtype or device (raised on every rank).
         """
         self.guards.check_open("accept_assigned_data()")
         self._copy_assigned_data()

@@ -344,7 +344,7 @@ class TileUpdates:
             early: updates that were made during backward; only their parameters are written here.
 
         Raises:
-            DiskError: on every rank, if the disk of one failed.
+            DiskError: the disk of a rank failed (raised on every rank).
             Exception: the error of an update that was made during backward.
             PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """

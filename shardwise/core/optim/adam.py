@@ -205,7 +205,8 @@ class _Adam(torch.optim.Optimizer):
         return step + 1
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
-        """Return the state of one parameter; create it on first use, and fix the format of a loaded one."""
+        """Return the state of one parameter. The state is created on first use, and the format of a loaded state is
+        fixed."""
         state: dict[str, Any] = self.state[param]
         step = state.get("step", 0.0)
         if not isinstance(step, Tensor):
@@ -225,7 +226,7 @@ class _Adam(torch.optim.Optimizer):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does; all offloaded moments are read into host memory.
+        """Return the state as torch does. All offloaded moments are read into host memory.
 
         Raises:
             DiskError: they could not be read. Nothing changes.
@@ -243,7 +244,7 @@ class _Adam(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of one of these optimizers, of ``torch.optim.Adam`` or ``AdamW``, or of ColossalAI's.
+        """Load a state of these optimizers, of ``torch.optim.Adam`` or ``AdamW``, or of ColossalAI's optimizers.
 
         Moments keep their precision, also for 16-bit parameters. ``adamw_mode`` does not change; a state with the other
         kind of weight decay is loaded with a warning.
@@ -361,7 +362,7 @@ def _flat_gradient(param: Tensor) -> Tensor:
 
 
 class CPUAdam(_Adam):
-    """Adam and AdamW for parameters on the host; parameters on a GPU are updated there.
+    """Adam and AdamW for parameters on the host. Parameters on a GPU are updated on the GPU.
 
     Args:
         model_params: parameters, or dicts of parameter groups.
@@ -456,7 +457,7 @@ class HybridAdam(CPUAdam):
 
 
 class FusedAdam(_Adam):
-    """Adam and AdamW for parameters on a GPU; parameters on the host are updated there.
+    """Adam and AdamW for parameters on a GPU. Parameters on the host are updated on the host.
 
     Args:
         params, lr, bias_correction, betas, eps, adamw_mode, weight_decay: as for :class:`CPUAdam`, in the order of the
@@ -490,7 +491,7 @@ class FusedAdam(_Adam):
         self.set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Set all gradients to None or to zero; ``set_to_none=None`` means ``set_grad_none``."""
+        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(

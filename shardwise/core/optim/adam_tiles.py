@@ -46,7 +46,7 @@ class AdamRule:
 
 
 class AdamSlot(NamedTuple):
-    """The tensors that one update reads and writes; all have the same shape and device, except ``step``.
+    """The tensors that one update reads and writes. Except ``step`` they have one shape and device.
 
     Attributes:
         param: fp32 or fp64; or 16-bit, which is updated in fp32 and rounded once.

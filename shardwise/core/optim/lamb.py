@@ -24,7 +24,7 @@ class Lamb(WholeTensorOptimizer):
         betas: decay rates of the moments.
         eps: added to the square root of the second moment.
         weight_decay: decoupled weight decay, applied before the ratio of norms.
-        adam: if True, the ratio is 1.
+        adam: whether the ratio is always 1.
         bias_correction: apply bias correction of both moments through the learning rate.
     """
 
@@ -107,7 +107,8 @@ class BoundedLamb(Lamb):
 
     @property
     def lamb_coeffs(self) -> list[Tensor]:
-        """The bounded ratios (0-dim) of the last updates, in parameter order; if sharded, those of this rank."""
+        """The bounded ratios (0-dim) of the last updates, in parameter order. A sharded optimizer has this rank's
+        ratios."""
         params = [param for group in self.param_groups for param in group["params"]]
         return [self._ratios[param] for param in params if param in self._ratios]
 
@@ -135,7 +136,7 @@ class FusedLAMB(WholeTensorOptimizer):
         betas: decay rates of the moments.
         eps: added to the square root of the second moment.
         weight_decay: see ``adam_w_mode``; without weight decay, the ratio of norms is 1 unless ``use_nvlamb``.
-        amsgrad: not supported.
+        amsgrad: must be False.
         adam_w_mode: if True, weight decay is added to the update, otherwise to the gradient.
         grad_averaging: multiply the gradient by ``1 - betas[0]`` in the first moment.
         set_grad_none: default of ``zero_grad()``.
@@ -175,12 +176,12 @@ class FusedLAMB(WholeTensorOptimizer):
 
     @property
     def couples_parameters(self) -> str:
-        """Return why one parameter's update depends on the others; empty if it does not."""
+        """Return why the update of a parameter depends on other parameters. Empty if it does not."""
         norms = [group["max_grad_norm"] for group in self.param_groups]
         return f"max_grad_norm={max(norms)} needs all gradients: give 0 here, and clip with the front-end" * any(norms)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Set all gradients to None or to zero; ``set_to_none=None`` means ``set_grad_none``."""
+        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from shardwise.core.optim.element_wise import NotTriedError, stand_in
 from shardwise.core.optim.nested_state import flat, outline
 
 SAME_STATE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "HybridAdam", "DeepSpeedCPUAdam"})
-"""Classes that continue each other's state; they may differ in weight decay."""
+"""Classes that continue each other's state. They may differ in weight decay."""
 OF_THE_CLASS = frozenset({"decoupled_weight_decay"})
 """Options that distinguish two classes."""
 NOTED = frozenset({"params", "param_names", "initial_lr"})
@@ -52,8 +52,10 @@ class SavedForm:
 
 
 def options_for(optimizer: torch.optim.Optimizer, saved_class: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved options of a group that ``optimizer`` loads: all if its class saved them; otherwise those that
-    its own groups have, too."""
+    """Return the saved options of a group that ``optimizer`` loads.
+
+    It loads all options of its own class, and of another class those that its own groups have, too.
+    """
     if saved_class == type(optimizer).__name__:
         return dict(options)
     known = {*_defaults(optimizer), *NOTED, *(key for group in optimizer.param_groups for key in group)}

@@ -86,7 +86,7 @@ class GatherLog:
         collectives that other ranks wait for first may have to begin here.
 
         Raises:
-            PeerError: on every rank, if more gathers are missing than are logged.
+            PeerError: more gathers are missing than are logged (raised on every rank).
         """
         for chunk in [chunks[index] for index in self._missing(group, model_id)]:
             size = chunk.spec.padded_numel, chunk.spec.dtype

@@ -56,9 +56,9 @@ class ShardedModelV2(ModelFront):
         process_group: the data-parallel ranks that the model is sharded over, a group that this rank belongs to;
             ``None``: all ranks. Other ranks may have other groups, which train separately.
         reduce_scatter_process_group: ``None``, or one of the same ranks.
-        reduce_scatter_bucket_size_mb: in MiB; gradients of replicated parameters (``shard_param=False``) are reduced in
-            buckets of that size, at 0 or below one by one. Those of sharded parameters are reduced as they are
-            gathered.
+        reduce_scatter_bucket_size_mb: bucket size in MiB; gradients of replicated parameters (``shard_param=False``)
+            are reduced in buckets of that size, at 0 or below one by one. Those of sharded parameters are reduced as
+            they are gathered.
         fp32_reduce_scatter: communicate 16-bit gradients in fp32.
         offload_config: ``{"device": "cpu"}``: keep gradients in host memory for an optimizer with ``cpu_offload=True``.
         gradient_predivide_factor: gradients are divided by it before the sum over the ranks, and by the number of ranks
@@ -220,7 +220,7 @@ class ShardedModelV2(ModelFront):
 
 
 def _trace(session: Session) -> MemStats | None:
-    """Return the trace; if nothing is gathered, a trace with only the peak."""
+    """Return the trace. If nothing is gathered, the trace has only the peak."""
     stats, ledger = session.memory_so_far(), session.ledger
     if stats is None and ledger.peak_bytes:
         kinds = ledger.model_bytes_by_kind()

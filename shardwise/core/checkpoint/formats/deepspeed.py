@@ -173,8 +173,9 @@ def is_step(directory: Path) -> bool:
 
 
 def find_step(path: Path) -> Path | None:
-    """Return the directory that has the files: ``path``, or the one that ``latest`` or else ``latest_universal`` in it
-    names.
+    """Return the directory that has the files.
+
+    It is ``path``, or the directory that ``latest`` or ``latest_universal`` in ``path`` names.
 
     Return ``None`` if there is no such directory.
     """
@@ -392,7 +393,7 @@ def _universal(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
 
 
 def _universal_values(directory: Path, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the master and the state of one parameter; those of the parameter's shape are entries."""
+    """Return the master and the state of one parameter. Values with the parameter's shape are entries."""
     folder, values = directory / name, dict[str, Any]()
     if Path(name).name != name or not (folder / f"{MASTER}.pt").is_file():
         raise CheckpointDamage(f"{directory}: {in_a_line(name)} is trained, and has no {MASTER}.pt")

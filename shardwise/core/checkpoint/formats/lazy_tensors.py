@@ -65,7 +65,7 @@ def to_tensor(entry: Entry) -> torch.Tensor:
 
 
 def in_memory(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-    """Return full tensors; one entry under two names is one tensor, which ``torch.save`` writes once."""
+    """Return full tensors. An entry with two names is one tensor, which ``torch.save`` writes once."""
     loaded = {id(entry): to_tensor(entry) for entry in entries.values()}
     return {name: loaded[id(entry)] for name, entry in entries.items()}
 
@@ -158,7 +158,7 @@ class LazySource:
             return entry.read(start, numel)
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON state; ``{}`` if the format has none."""
+        """Return the JSON state, or ``{}`` if the format has no such state."""
         return self._state
 
     def __enter__(self) -> LazySource:
@@ -168,7 +168,7 @@ class LazySource:
         self.close()
 
     def close(self) -> None:
-        """Close open files; later reads fail."""
+        """Close open files. Later reads fail."""
         self._closed = True
         if self._close is not None:
             self._close()

@@ -297,7 +297,7 @@ class NativeSource:
 
 
 def verify(directory: str | os.PathLike[str]) -> list[str]:
-    """Return a line for each damaged part of a checkpoint, with file and tensor; empty if all bytes are as written.
+    """Return a line for each damaged part of a checkpoint, with file and tensor. Empty without damage.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

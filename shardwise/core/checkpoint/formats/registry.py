@@ -193,7 +193,7 @@ _FORMATS: dict[str, Format] = {
 
 
 def known_formats() -> Iterator[Format]:
-    """Iterate over the built-in formats, then the registered ones."""
+    """Iterate over the built-in formats, then over the registered formats."""
     yield from list(_FORMATS.values())
 
 
@@ -250,7 +250,7 @@ def register_format(format: Format) -> Callable[[], None]:
 
 
 def located(path: Path) -> Path:
-    """Return ``path``, or the checkpoint of Trainer or accelerate with the highest number in it."""
+    """Return ``path``, or the checkpoint of Trainer or accelerate in ``path`` with the highest number."""
     if not path.is_dir() or next(formats_at(path), None) or loose_files(path):
         return path
     return find_latest(path) or path
@@ -309,7 +309,7 @@ def open_checkpoint(
     parameter_names: Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> OpenSource:
-    """Open a checkpoint of any format for reading. Nothing in it is executed. Use it in a ``with`` block to close it.
+    """Open a checkpoint of any format for reading. No code in it is executed. A ``with`` block closes the source.
 
     Args:
         path: a directory or a file. In a directory of native checkpoints, opens the newest; in one of a Trainer or of

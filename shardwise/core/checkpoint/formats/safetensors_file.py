@@ -152,7 +152,7 @@ def optimizer_metadata(source: CheckpointSource, index: int) -> dict[str, str]:
 
 
 def read_header(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return our entry in a file's metadata; ``{}`` for files of others."""
+    """Return the entry of shardwise in a file's metadata, or ``{}`` for files of other programs."""
     try:
         header = json.loads(metadata.get(HEADER, "{}"))
     except (ValueError, RecursionError):

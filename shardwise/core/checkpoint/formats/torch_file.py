@@ -25,7 +25,7 @@ from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 StandIn = tuple[type, str]
 LEGACY_PICKLES = 5
-"""Number of pickles at the start of a file of the older format; tensors follow."""
+"""Number of pickles at the start of a file of the older format. Tensors follow."""
 MARGIN_VALUES = 1 << 20
 MARGIN_BYTES = 8 << 20
 """Bytes of expanded tensors that are accepted beyond the size of the file."""
