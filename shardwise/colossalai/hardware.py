@@ -70,11 +70,12 @@ class Accelerator:
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """Return the state of the device's generator."""
-        return torch.cuda.get_rng_state("cuda" if device is None else device)
+        state: torch.Tensor = self._torch.get_rng_state("cuda" if device is None else device)
+        return state
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
         """Set the state of the device's generator."""
-        torch.cuda.set_rng_state(new_state, "cuda" if device is None else device)
+        self._torch.set_rng_state(new_state, "cuda" if device is None else device)
 
     def autocast(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
         """Return ``torch.amp.autocast`` for this device."""
