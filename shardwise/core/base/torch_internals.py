@@ -149,7 +149,7 @@ no_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.Disable
 
 
 def no_subclass_dispatch() -> AbstractContextManager[None]:
-    """Return a context in which no ``__torch_function__`` of subclasses runs; those of modes do."""
+    """Return a context in which no ``__torch_function__`` of subclasses runs. Modes still run."""
     block: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return block
 
@@ -166,7 +166,7 @@ def dispatch_modes() -> Sequence[Any]:
 
 
 is_wrapper = is_traceable_wrapper_subclass
-"""Returns True if a tensor unfolds into plain ones (``__tensor_flatten__``)."""
+"""Returns True if a tensor consists of plain tensors (``__tensor_flatten__``)."""
 
 each_leaf = tree_leaves
 """Returns the leaves of nested containers, including types that other code has registered."""
@@ -217,7 +217,7 @@ def compiles_frames(callback: Callable[[], object] = torch._C._dynamo.eval_frame
 
 
 def never_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call`` so that it is neither compiled nor traced; the functions that it calls may be."""
+    """Return ``call`` so that it is neither compiled nor traced. The functions that it calls may be compiled."""
     from torch._dynamo.decorators import skip  # this import takes as long as that of torch
 
     return skip(call)
@@ -307,7 +307,7 @@ def attention(kernel: str, qkv: tuple[Tensor, Tensor, Tensor], causal: bool, sca
 def attention_backward(
     kernel: str, grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values; ``out`` and ``lse`` are those of all keys."""
+    """Return the gradients of queries, keys and values. ``out`` and ``lse`` are the results for all keys."""
     op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")
     seed = () if kernel == CPU_FLASH else (torch.zeros(2, dtype=torch.int64, device=grad.device),) * 2
     if kernel == EFFICIENT:  # reads the log-sum-exp by 32 queries

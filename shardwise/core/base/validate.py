@@ -68,7 +68,8 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float 
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ``ValueError(message)`` unless ``condition`` holds; ``message`` has the value and what to give."""
+    """Raise ``ValueError(message)`` unless ``condition`` holds. ``message`` has the value, and describes a valid
+    one."""
     if not condition:
         raise ValueError(message)
 
@@ -80,7 +81,7 @@ def integer(
 
     Args:
         name: name of the argument.
-        value: what the user gave.
+        value: the user's value.
         least, most: inclusive bounds.
         what: what the number counts, for the message.
         floats: accept 8.0 for 8, for arguments that people write as 5e8.
@@ -107,9 +108,9 @@ def number(name: str, value: object, within: str, what: str = "") -> float:
 
     Args:
         name: name of the argument.
-        value: what the user gave.
+        value: the user's value.
         within: the interval as text: ``"[0, 1]"``, ``"(0, inf)"``; ``"inf]"`` accepts infinity.
-        what: what to give, for the message; by default a number within the bounds.
+        what: description of a valid value, for the message; by default a number within the bounds.
 
     Raises:
         TypeError: ``value`` is not a number (``True`` is not).
@@ -182,13 +183,13 @@ def as_path(name: str, value: object, what: str = "a path") -> str:
 
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Raise ``TypeError`` unless ``value`` is of type ``kind``; ``what`` is what to give."""
+    """Raise ``TypeError`` unless ``value`` is of type ``kind``. ``what`` describes a valid value."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}={short_repr(value)}: give {what}")
 
 
 def check_tensor(name: str, value: object, what: str) -> None:
-    """Raise ``TypeError`` unless a backward pass can begin from ``value``; ``what`` is what to give."""
+    """Raise ``TypeError`` unless a backward pass can begin from ``value``. ``what`` describes a valid value."""
     if not hasattr(value, "requires_grad") or not hasattr(value, "dtype"):
         raise TypeError(f"{name}={short_repr(value)}: give {what}")
 

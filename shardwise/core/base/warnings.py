@@ -34,7 +34,7 @@ def warn_user(message: str) -> None:
     """Issue a ``UserWarning`` at the innermost line of the call stack that is the user's own.
 
     Args:
-        message: what has no effect or differs from what was asked for, and what to do.
+        message: text that names the setting without effect, or the difference from the request, and the remedy.
     """
     caller = sys._getframe(1)
     frame: FrameType | None = caller

@@ -1,4 +1,4 @@
-"""Checks that the ranks of one tensor-parallel or sequence-parallel group are given the same batches."""
+"""Checks that the ranks of a tensor-parallel or sequence-parallel group have the same batches."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Broken:
 
     @contextmanager
     def replacing(self, by: str, parts: Sequence[str], partly: Collection[str] = ()) -> Iterator[None]:
-        """Mark ``parts`` while the block replaces their values; if it raises they stay marked.
+        """Mark ``parts`` while the block replaces their values. If the block raises, they stay marked.
 
         Args:
             by: The call that replaces them.

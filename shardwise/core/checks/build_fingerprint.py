@@ -68,7 +68,7 @@ def _of_sparse(value: torch.Tensor) -> dict[str, Any]:
 
 
 def called(optimizer: int, group: int | None = None) -> str:
-    """Return the name of an optimizer or of one of its groups in the description."""
+    """Return the name of an optimizer or of a param group in the description."""
     return f"optimizer {optimizer}" if group is None else f"group {group} of optimizer {optimizer}"
 
 
@@ -127,8 +127,10 @@ def group_values(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON: numbers, texts, sequences of them, a tensor of one element as a number; otherwise its
-    type."""
+    """Return ``value`` as JSON: a number, a text, or a sequence of these.
+
+    A tensor of one element becomes a number. Other values become the name of their type.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Real):

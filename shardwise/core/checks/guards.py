@@ -157,7 +157,7 @@ class Structure:
         self._child_ids, self._parameter_ids = _ids(self._children), _ids(self._parameters)
 
     def check(self, parameters: bool = True) -> None:
-        """Check that modules and parameters are the original ones, or harmless additions.
+        """Check that modules and parameters are the original objects, or harmless additions.
 
         Args:
             parameters: ``False``: of modules only, since a forward pass may swap parameters (``functional_call``).
@@ -259,7 +259,7 @@ class Edits:
         self.accept()
 
     def accept(self, among: Sequence[Chunk] | None = None) -> None:
-        """Accept the present values (of these chunks); later writes are noticed."""
+        """Accept the present values (of these chunks). Later writes are detected."""
         for chunk in self._chunks if among is None else among:
             chunk.note_versions()
             chunk.lost = None
@@ -355,8 +355,8 @@ class Guards:
     Args:
         model: the user's module.
         params: the sharded parameters of the model, by index.
-        chunks, layout: where the parameters are stored.
-        pool: has the gathered units.
+        chunks, layout: the chunks in which the parameters are stored, and their layout.
+        pool: the pool of gathered units.
         broken: the parts that failed changes have left half-changed.
         staged: whether other ranks have other layers.
 
@@ -443,7 +443,7 @@ class Guards:
         """Check the program's writes; see :class:`Edits`. Inside ``gathered()`` its parameters may be written to.
 
         Args:
-            absent: also check the placeholders of parameters that are not gathered.
+            absent: whether to check the placeholders of parameters that are not gathered, too.
         """
         with self._pool.lock:  # another thread may be gathering
             self.edits.check_placed()

@@ -62,7 +62,7 @@ class HyperParameters:
         self._steps = 0
 
     def word(self) -> float:
-        """Return the fingerprint of what a step would use now; takes microseconds per group."""
+        """Return the fingerprint of the values that a step would use now. It takes microseconds per group."""
         numbers = array("d")
         for group in self._groups.now:
             for key, value in group.items():

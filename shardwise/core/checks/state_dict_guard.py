@@ -39,7 +39,7 @@ class AbsentTensor(torch.Tensor):
 
     @staticmethod
     def of(like: torch.Tensor, why: str) -> AbsentTensor:
-        """Return the stand-in for ``like``; ``why`` is the message of its error."""
+        """Return the stand-in for ``like``. ``why`` is the message of the error that a read of it raises."""
         made: AbsentTensor = wrapper_subclass(AbsentTensor, like, like.device)
         made.why = why
         return made
@@ -75,8 +75,8 @@ class StateDictGuard:
     Args:
         model: the user's module.
         params: the sharded parameters of the model, by index.
-        chunks, layout: where the parameters are stored.
-        pool: has the gathered units.
+        chunks, layout: the chunks in which the parameters are stored, and their layout.
+        pool: the pool of gathered units.
         staged: whether other ranks have other layers.
         check: raises if values are half-changed.
         structure: raises if modules were replaced.

@@ -28,7 +28,7 @@ BIAS, SMALLEST = 127, -126
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format, and the layout of rows in it: first their codes, then one byte for each block.
+    """A format for quantized rows. A row has first its codes, then one scale byte for each block.
 
     Attributes:
         name: name for messages.

@@ -31,7 +31,7 @@ def collectively(
     needed: bool = True,
     describe: Callable[[], Description] | None = None,
 ) -> Iterator[None]:
-    """Run the block on every rank of ``group``; if it raises on one of them, every rank raises. Collective.
+    """Run the block on every rank of ``group``. If it raises on a rank, every rank raises. Collective.
 
     If the block succeeds everywhere, a few numbers per rank are exchanged; messages follow only after an error.
 

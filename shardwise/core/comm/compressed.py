@@ -16,7 +16,7 @@ Step = Callable[[], Handle | None]
 
 
 def compressed(group: Group, format_: BlockFormat, on_the_way: bool = False, rows: int = 1) -> Group:
-    """Return ``group`` with quantized collectives; itself if it has one rank. See :class:`CompressedGroup`."""
+    """Return ``group`` with quantized collectives, or ``group`` itself with one rank. See :class:`CompressedGroup`."""
     return CompressedGroup(group, format_, on_the_way, rows) if group.size > 1 else group
 
 

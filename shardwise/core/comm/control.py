@@ -90,7 +90,7 @@ class Control:
         return [decode(each) for each in self.exchange_bytes(data, lengths)], (self.size - 1) * len(data)
 
     def exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
-        """Return every rank's ``data`` by rank; all ranks know all ``lengths``."""
+        """Return every rank's ``data`` by rank. All ranks know the ``lengths`` of all data."""
         # All-gathers need equal lengths.
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         if data:
@@ -122,7 +122,7 @@ class Control:
 
     @property
     def limit(self) -> timedelta | None:
-        """How long to wait for peers now; see :meth:`Activity.limit`."""
+        """Return how long to wait for peers. See :meth:`Activity.limit`."""
         return self.activity.limit(self.name)
 
     def around(self, ranks: Sequence[int]) -> str:
@@ -144,7 +144,7 @@ class Control:
         )
 
     def gave_up(self, error: PeerError, operation: str = "a gather or a reduction") -> PeerError:
-        """Return ``error`` with the activity of all ranks of the group; publish that this rank timed out."""
+        """Return ``error`` with the activity of all ranks of the group, and publish that this rank timed out."""
         limit = self.limit
         self.activity.gave_up(self.activity.now or operation)
         around = self.around([rank for rank in range(self.size) if rank != self.rank])

@@ -69,7 +69,7 @@ class Worker:
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.close = weakref.finalize(self, self._batches.put, None)
-        """Stops the thread; losing the last reference to this object does so, too."""
+        """Stops the thread. It also stops when the last reference to this object is lost."""
         self.close.atexit = False
 
     def wait_for(self, batch: Batch) -> None:
@@ -164,7 +164,7 @@ class _Reduction:
         return self._group.finished_through(self)
 
     def arrived(self) -> bool:
-        """Do what is possible without waiting; return whether nothing is left to wait for."""
+        """Make progress without waiting. Return whether nothing is left to wait for."""
         return self.done or (self._slices.finished() and self._reduced().finished())
 
     def finish(self) -> None:
@@ -233,7 +233,7 @@ class GlooGroup(ControlledGroup):
         return all(reduction.arrived() for reduction in started[: started.index(last) + 1])
 
     def close(self) -> None:
-        """Drop the receive buffers and threads; the process groups belong to the mesh."""
+        """Drop the receive buffers and threads. The process groups belong to the mesh and stay."""
         self.scratch = Scratch()
         for worker in self.workers:
             worker.close()

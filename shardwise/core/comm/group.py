@@ -41,12 +41,14 @@ _checksum = functools.lru_cache(maxsize=1024)(lambda purpose: zlib.crc32(purpose
 
 @dataclass(frozen=True)
 class ModelId:
-    """A model among those that share process groups; sent along, so that ranks never mix up two models' values.
+    """The id of a model among the models that share process groups.
+
+    It is sent with values, so that ranks never mix up values of two models.
 
     Attributes:
         number: index of the model in its mesh, from 1, in the order of registration; the same on every rank.
         name: name for messages.
-        advice: what to tell ranks that came to different operations for this model.
+        advice: text of the error if ranks run different operations for this model.
     """
 
     number: int
@@ -84,7 +86,7 @@ class Buffer:
             not mapped.
         number: index of the buffer in the group, the same on every rank; 0 if the group needs none.
         bounds: offsets of the ranks' parts, if they differ in length; ``None``: equal parts.
-        reader: on a GPU, completes when a copy on another stream has read ``local``.
+        reader: event that completes when a copy on another GPU stream has read ``local``.
     """
 
     number = 0
@@ -151,7 +153,7 @@ class Handle(Protocol):
         """
 
     def finished(self) -> bool:
-        """Return whether :meth:`wait` would return without waiting for a peer; makes progress where it can."""
+        """Return whether :meth:`wait` would return without waiting for a peer. The call makes progress if possible."""
 
 
 class _Done:
@@ -183,7 +185,7 @@ class Group(ABC):
         name: the mesh axis, for messages.
         rank: this process in the group.
         size: ranks in the group.
-        device: where buffers live.
+        device: device of the buffers.
         traffic: counts of what this rank has sent in this group.
         one_sided_gather: all-gathers read the peers' memory without their participation. Peers must not write to what
             is gathered except between two calls of :meth:`fence`.
@@ -271,7 +273,7 @@ class Group(ABC):
         return self._all_gather(out, shard)
 
     def all_gather_in_place(self, full: Buffer) -> Handle:
-        """Gather slice r of rank r's ``full.local`` into slice r; the own slice is not changed.
+        """Gather slice r of rank r's ``full.local`` into slice r. This rank's slice is not changed.
 
         Raises:
             ValueError: ``full`` has no bounds and does not divide by the number of ranks.
@@ -482,7 +484,7 @@ class Group(ABC):
         return [math.nan if least == -math.inf else most for least, most in bounds], same
 
     def broadcast_values(self, values: Sequence[float], purpose: str, model_id: ModelId = NO_MODEL) -> list[float]:
-        """Return rank 0's values. Every rank passes equally many; if all are equal, nothing more is sent.
+        """Return rank 0's values. Every rank passes equally many values. If all are equal, nothing more is sent.
 
         Args:
             values: this rank's.
@@ -555,7 +557,8 @@ class Group(ABC):
         )
 
     def _extremes(self, values: list[float], purpose: str) -> tuple[list[float], list[float]]:
-        """Return the minimum and maximum of all ranks' ``values``; the infinities where one is NaN."""
+        """Return the minimum and maximum of all ranks' ``values``. They are infinite for an entry that is NaN on a
+        rank."""
         sent = [math.inf if math.isnan(each) else each for each in (*values, *(-value for value in values))]
         maxima = self._reduced(sent, "max", purpose)
         return [-value for value in maxima[len(values) :]], maxima[: len(values)]
@@ -704,7 +707,10 @@ class ControlledGroup(Group):
 
 
 def together(values: Sequence[float], largest: bool) -> float:
-    """Return the sum of numbers, rounded once, so that their order makes no difference; or the largest. NaN wins."""
+    """Return the sum of numbers, or the largest. NaN wins.
+
+    The sum is rounded once, so that the order makes no difference.
+    """
     if any(math.isnan(value) for value in values):
         return math.nan
     if largest or math.inf in values:

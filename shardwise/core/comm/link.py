@@ -88,7 +88,7 @@ class Message:
         self._work = None
 
     def finished(self) -> bool:
-        """Return whether it is known to be done; gloo knows that only of messages that were waited for."""
+        """Return whether the message is known to be done. gloo knows that only of messages that were waited for."""
         return self._work is None or self._work.is_completed()
 
 
@@ -156,7 +156,7 @@ class P2PChannel:
     Args:
         name: name of the axis, for messages.
         groups: communicators over the same ranks: one for each lane, or two (to higher ranks, and to lower ones).
-        device: where received tensors are.
+        device: device of received tensors.
 
     Attributes:
         traffic: counts of what this rank has sent.

@@ -1,4 +1,4 @@
-"""Memory of every rank of a group, mapped into every rank of it.
+"""Memory of every rank of a group, mapped into every rank of the group.
 
 Each rank creates an anonymous file (memfd), whose pages live as long as a process maps them, so nothing remains even
 after SIGKILL. Peers open it through /proc/<pid>/fd. If that is not permitted, a file in /dev/shm is used instead; it is

@@ -89,7 +89,7 @@ class _Reduction:
         return not self.advance()
 
     def advance(self) -> list[int]:
-        """Do what is possible without waiting; return the ranks to wait for, empty when it is finished."""
+        """Make progress without waiting. Return the ranks to wait for, which is empty at the end."""
         if self.done:
             return []
         if not self._summed:
@@ -360,7 +360,7 @@ class SharedGroup(Group):
     # Waiting
 
     def wait_until(self, missing: Callable[[], list[int]], what: str, meeting: bool = False) -> None:
-        """Return when ``missing()`` is empty; make progress in the own reductions meanwhile.
+        """Return when ``missing()`` is empty. Meanwhile this rank's reductions make progress.
 
         Args:
             missing: returns the ranks to wait for.
@@ -421,7 +421,8 @@ class SharedGroup(Group):
         return self._control.around(ranks)
 
     def fate(self, rank: int, failed: bool = True) -> str:
-        """Return why a peer will not arrive; empty while it still may. ``failed`` counts failed peers as gone."""
+        """Return why a peer will not arrive, or an empty text while it may arrive. ``failed`` counts failed peers as
+        gone."""
         pid, started = self._processes[rank]
         if not is_running(pid, started):
             return f"(process {pid}) died"

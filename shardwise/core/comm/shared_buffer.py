@@ -58,7 +58,7 @@ class SharedBuffer(Buffer):
         return self.unfinished is None and not self.behind(CONSUMED, self.sequence)
 
     def wait_writable(self) -> None:
-        """Block until no peer reads the last published data; this rank's own part is finished first."""
+        """Block until no peer reads the last published data. This rank's part is finished first."""
         if self.unfinished is not None:
             self.unfinished.wait()
         sequence = self.sequence

@@ -99,7 +99,7 @@ def deferred_init() -> Iterator[None]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Record nothing inside the block; models built so far are as if :func:`deferred_init` had ended."""
+    """Record nothing inside the block. Models built so far behave as if :func:`deferred_init` had ended."""
     active = recorders()
     for recorder in active:
         recorder.paused = True

@@ -123,7 +123,7 @@ class Recorder(_Mode):
 
     Attributes:
         leave: materializes the plain tensors that were constructed so far.
-        paused: if True, operations run as usual.
+        paused: whether operations run as usual.
     """
 
     def __init__(self, leave: Callable[[], None] = lambda: None) -> None:

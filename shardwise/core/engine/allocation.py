@@ -39,7 +39,7 @@ class Storage:
     Collective: every rank allocates the same buffers in the same order.
 
     Attributes:
-        placement: which memory and dtypes each chunk has.
+        placement: memory and dtypes of each chunk.
         chunks: the chunks, by index.
         states: masters by chunk index, of chunks that an optimizer trains.
         ledger: accounts of device memory.

@@ -233,7 +233,7 @@ class EngineLocalState:
         return [[self.names[place][0] for place in places] for places in optimizer.full_state.places_by_group()]
 
     def trained(self, optimizer: ShardedOptimizer) -> set[str]:
-        """Return the saved names of the parameters that it updates; frozen ones of its groups have no state."""
+        """Return the saved names of the parameters that the optimizer updates. Frozen parameters have no state."""
         facts = enumerate(self._table.facts)
         return {self.names[place][0] for place, f in facts if f.optimizer == optimizer.index and f.trainable}
 

@@ -61,7 +61,7 @@ class Engine:
 
     Attributes:
         events: listeners by name; see :mod:`shardwise.core.base.events`.
-        shards: where each parameter is.
+        shards: the chunk, memory and ranks of each parameter.
         pool: gathered parameters.
         grads: gradients, from backward passes to their use by a step.
         guards: errors for wrong uses.
@@ -200,7 +200,7 @@ class Engine:
         return pool
 
     def close(self) -> None:
-        """Remove all hooks. Parameters that are not gathered stay unreadable; gather them first if needed."""
+        """Remove all hooks. Parameters that are not gathered stay unreadable, so gather them first if needed."""
         self.guards.closed = True
         self.model_hooks.remove()
         self.shards.partition.release()

@@ -29,7 +29,7 @@ def estimate_memory(
     Gathered parameters are not included.
 
     Args:
-        model: may be on the meta device.
+        model: the model, which may be on the meta device.
         optimizer: the optimizer of the model's parameters. Factored state (Adafactor) is not counted.
         plan: without pipeline stages, replicas, secondary shards and updates during backward.
         ranks: number of ranks.

@@ -112,7 +112,7 @@ def each_parameter(
     Args:
         shards: the shards of the model.
         params: indices, the same on every rank with the same layers.
-        doing: what is read, for errors of a disk, on which all ranks with the same layers agree.
+        doing: description of the read, for errors of a disk, on which all ranks with the same layers agree.
         load: reads this rank's part of the chunk with this index, and returns the function that gathers it.
     """
     params, mesh, where = list(params), shards.mesh, shards.layout.where

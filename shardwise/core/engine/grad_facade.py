@@ -172,8 +172,8 @@ class Entry:
         place: position among the trainable parameters.
         state, slot: gradient state of the chunk, and position of the parameter in the chunk.
         start, end: range of the parameter in this rank's shard.
-        grad: what its ``.grad`` shows while there is a gradient.
-        shown: what the engine has put there.
+        grad: the value of ``.grad`` while there is a gradient.
+        shown: the value that the engine has assigned to ``.grad``.
         hook_id: id of the engine's last hook on the parameter, after which there must be no other.
     """
 
@@ -317,7 +317,8 @@ class GradFacade:
         return grad
 
     def clear(self, optimizer: int | None = None) -> None:
-        """Show no gradients of one optimizer's parameters and of parameters in none, or none at all."""
+        """Clear ``.grad`` of one optimizer's parameters and of parameters without an optimizer, or of all
+        parameters."""
         for index, (param, fact) in enumerate(zip(self._shards.params, self._shards.layout.facts, strict=True)):
             if optimizer is None or fact.optimizer in (optimizer, -1):
                 param.grad = None  # also of a frozen one, which has no entry
@@ -325,7 +326,8 @@ class GradFacade:
                     self._by_index[index].shown = None
 
     def forget(self, optimizer: int | None = None) -> None:
-        """Forget what belongs to the gradients of one optimizer, or of all: they were used or dropped."""
+        """Forget values that belong to the gradients of one optimizer, or of all: the gradients were used or
+        dropped."""
         self._changed()
         for by_optimizer in (self.clip, self.settings, self.user_grads.changes):
             for each in list(by_optimizer) if optimizer is None else (optimizer, -1):
@@ -407,7 +409,7 @@ class GradFacade:
             part.mul_(scale)
 
     def has(self, index: int) -> bool:
-        """Whether there is a gradient that no step has used; the same on every rank."""
+        """Whether there is a gradient that no step has used. Equal on every rank."""
         entry = self._by_index.get(index)
         return entry is not None and entry.present
 
@@ -533,7 +535,7 @@ class GradFacade:
         return self._divisors[optimizer]
 
     def _factor(self, optimizer: int) -> float:
-        """Return the factor from stored gradients to averaged, unscaled ones."""
+        """Return the factor from stored gradients to averaged, unscaled gradients."""
         return self.clip.get(optimizer, 1.0) / self.divisor(optimizer)
 
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
@@ -614,7 +616,7 @@ class GradFacade:
         return part, slice(first, first + part.numel()), scale
 
     def scale(self, optimizer: int) -> float:
-        """Return the factor from averaged, unscaled values to stored ones."""
+        """Return the factor from averaged, unscaled values to stored values."""
         clip = self.clip.get(optimizer, 1.0)
         return self.divisor(optimizer) / clip if clip else 1.0
 
@@ -644,7 +646,7 @@ class StaleGradWarnings:
             stale.update(state.spec.slots[at].param for state in states for at in state.used_globally)
 
     def cleared(self, optimizer: int | None) -> None:
-        """Note ``zero_grad()`` of one optimizer, or of all (``None``)."""
+        """Record ``zero_grad()`` of one optimizer, or of all (``None``)."""
         for each in list(self._stale) if optimizer is None else [optimizer]:
             self._stale.pop(each, None)
 

@@ -71,7 +71,7 @@ class Gradients:
         self.facade.clear(optimizer)
 
     def drop(self, optimizer: int | None = None) -> None:
-        """Drop gradients as :meth:`zero`, but leave ``.grad`` in place; it raises when it is used."""
+        """Drop gradients like :meth:`zero`, but leave ``.grad`` in place. Later use of ``.grad`` raises an error."""
         self.passes.recover(dropping=optimizer is None or self._single)
         self.batches.forget()
         self.reducer.clear(optimizer)
@@ -80,7 +80,7 @@ class Gradients:
         self.facade.forget(optimizer)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backward passes keep full gradients on this rank; the next pass reduces their sum.
+        """Return a context in which ranks keep full gradients. The next pass afterwards reduces the sum.
 
         Raises:
             ValueError: the plan reduces in every pass (ZeRO-2/3), or updates during backward.

@@ -40,7 +40,7 @@ LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 # names, shapes, dtypes and a sample of the values of parameters. Buffers and extra state may differ between ranks. If
 # one rank rejects its state, all of them raise.
 def load_full(values: ParameterValues, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Load a full state, fp32 masters included; every rank gives it and keeps its part. Collective.
+    """Load a full state, including fp32 masters. Every rank passes it and keeps its part. Collective.
 
     Nothing changes if one of these is raised.
 

@@ -31,7 +31,7 @@ class MemoryReport:
     """The part of ``gathered_bytes`` that was copied. CPU ranks of one host may read each other's shards in place."""
     peak_copied_bytes: int
     idle_bytes: int
-    """Host arrays kept for the next gather: at most two units, and the prefetched ones."""
+    """Host arrays for the next gather: at most two units, and the prefetched units."""
     gradients_bytes: int
     """Exchange buffers and reduced shards."""
     master_bytes: int

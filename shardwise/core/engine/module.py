@@ -27,7 +27,7 @@ MESH = attrgetter("sharded_values.shards.mesh")
 
 
 class ShardedModule(TransparentModule):
-    """Runs the sharded module; its other attributes are the user's module's.
+    """Runs the sharded module. Other attributes are those of the user's module.
 
     Args:
         values: the parameter values of the model.
@@ -132,7 +132,7 @@ class ShardedModule(TransparentModule):
         return self.sharded_memory()
 
     def memory_stats(self) -> MemStats | None:
-        """Return the memory trace of the last training step; ``None`` before one, or without a device capacity."""
+        """Return the memory trace of the last training step. ``None`` before a step, or without a device capacity."""
         return None if (meter := self.sharded_values.meter) is None else meter.stats
 
     def _state_names(self) -> StateNames:
@@ -181,7 +181,7 @@ class ShardedModule(TransparentModule):
         return state
 
     def state_layout(self) -> dict[str, Any]:
-        """Return names and shapes of :meth:`state_dict` without gathering; values must not be read."""
+        """Return names and shapes of :meth:`state_dict` without gathering. The values must not be read."""
         table, params = self.sharded_values.shards.partition.table, self.sharded_values.shards.params
         outlines = [
             params[table.index[place]]
@@ -193,5 +193,5 @@ class ShardedModule(TransparentModule):
 
     @collective("load_state_dict() of the model", MESH)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a full state; every rank gives it and keeps its part. See :func:`load_full`. Collective."""
+        """Load a full state. Every rank passes it and keeps its part. See :func:`load_full`. Collective."""
         return load_full(self.sharded_values, state_dict, strict, assign)

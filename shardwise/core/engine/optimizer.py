@@ -318,7 +318,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor that losses are multiplied by now; 1 without fp16."""
+        """The factor by which losses are multiplied now. 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
@@ -342,7 +342,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
-        """Run the backward pass of ``loss`` (a scalar) times the loss scale; gradients are reduced as the plan says.
+        """Run the backward pass of ``loss`` (a scalar) times the loss scale. The plan says when gradients are reduced.
 
         Args:
             loss: the mean over this rank's micro-batch.

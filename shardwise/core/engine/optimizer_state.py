@@ -147,7 +147,7 @@ class OptimizerState:
         return [self._groups[index] for index in self._updates.stepper.param_groups.order()]
 
     def collect(self, needed: bool = True) -> dict[str, Any]:
-        """Return the full state_dict, tensors on the host; without state unless it is ``needed``. Collective."""
+        """Return the full state_dict with tensors on the host. Unless ``needed`` it has no state. Collective."""
         number, groups = dict[int, int](), list[dict[str, Any]]()  # by place, as in torch's state_dict; packed groups
         for group, places in zip(self.optimizer.param_groups, self.places_by_group(), strict=True):
             for place in places:
@@ -248,7 +248,7 @@ class OptimizerState:
         """Describe the state of each stepped parameter by key: the dtype of element-wise state, or the packed value.
 
         Raises:
-            TypeError: on every rank, if one has a value of another type than tensor, number, string, list, tuple, dict.
+            TypeError: a value is no tensor, number, string, list, tuple or dict (raised on every rank).
         """
         mesh, pieces = self._mesh, [piece for tile in self._updates.tiles for piece in tile.pieces]
         wrong, entries = self._describe(pieces)

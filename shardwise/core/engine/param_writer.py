@@ -24,7 +24,7 @@ OUTCOME = "Some parameters have their new values and others do not: repair the d
 
 
 class ParamWriter:
-    """Stores parameters one at a time; a context, which keeps the last chunk in memory.
+    """Context that stores parameters one at a time, and keeps the last chunk in memory.
 
     Leaving the context is collective if a disk is in use. A disk that fails on one rank does not interrupt the block,
     in which ranks may need each other; all of them raise at its end.

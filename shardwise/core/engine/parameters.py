@@ -168,11 +168,11 @@ class ParameterValues:
         return frozenset(self.shards.chunks[self.shards.layout.where[at][0]].spec.unit for at in places)
 
     def _chunks_of(self, units: Collection[int] | None) -> list[Chunk]:
-        """Return the chunks of these units (``None``: all), and resident ones."""
+        """Return the chunks of these units (``None``: all), and resident chunks."""
         return [chunk for chunk in self.shards.chunks if units is None or chunk.resident or chunk.spec.unit in units]
 
     def _in_blocks(self) -> list[Chunk]:
-        """Return the chunks of open blocks, and resident ones."""
+        """Return the chunks of open blocks, and resident chunks."""
         return [chunk for chunk in self.shards.chunks if chunk.resident or self.pool.blocks.holds(chunk.spec.unit)]
 
     @torch.no_grad()
@@ -296,7 +296,7 @@ class ParameterValues:
         return late and chunk.resident and chunk.spec.trainable
 
     def before_update(self) -> None:
-        """Wait until no rank reads shards; they may be written until :meth:`publish`.
+        """Wait until no rank reads shards. Shards may be written until :meth:`publish`.
 
         Raises:
             RuntimeError: inside :meth:`gathered`, whose parameters would become stale; or after ``unshard()``.

@@ -123,7 +123,7 @@ class Partition:
         )
 
     def owns(self, param: nn.Parameter) -> bool:
-        """Whether this rank has any part of it."""
+        """Whether this rank has any part of the parameter."""
         return self.staging is None or self.staging.owns(param)
 
     def _on_earlier_stage(self, param: nn.Parameter) -> bool:

@@ -44,7 +44,7 @@ class StateOffload:
 
     Args:
         optimizer: the user's.
-        tiles: what it updates.
+        tiles: the tiles of the optimizer.
         changed: called when state has another home.
     """
 
@@ -162,7 +162,7 @@ class TileUpdates:
 
     Attributes:
         tiles: all of them, in the order of updates.
-        positions: in ``tiles``, by chunk index.
+        positions: positions in ``tiles``, by chunk index.
         stepper: makes the updates.
         uses_disk: whether any rank has parameters or state of this optimizer on a disk.
         offload_state: moves masters and state to host memory for a while.
@@ -367,7 +367,7 @@ class TileUpdates:
             raise
 
     def _calls_of(self, pending: list[UpdateTile]) -> list[list[UpdateTile]]:
-        """Return the calls that update ``pending``; an unknown optimizer gets one tile at a time."""
+        """Return the calls that update ``pending``. An unknown optimizer updates one tile at a time."""
         if pending != self._calls[0]:  # each tile is equal to itself alone
             self._calls = pending, [[tile] for tile in pending] if self.stepper.foreign else list(runs(pending))
         return self._calls[1]

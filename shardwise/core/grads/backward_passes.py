@@ -52,8 +52,8 @@ class BackwardPasses:
         pool, reducer, meter: chunk pool, reducer and memory meter of the model. Without a limit of memory ``meter`` is
             ``None``.
         events: notified of passes.
-        average: over the passes of a step, as in :class:`~shardwise.plan.GradPlan`. Under ``"tokens"`` gradients must
-            come through :meth:`backward` or :meth:`weighed`, with the number of tokens.
+        average: how the passes of a step are combined; see :class:`~shardwise.plan.GradPlan`. Under ``"tokens"``
+            gradients must come through :meth:`backward` or :meth:`weighed`, with the number of tokens.
 
     Attributes:
         scaled: losses have to be multiplied by a scale, so passes must go through :meth:`around`.
@@ -200,7 +200,7 @@ class BackwardPasses:
             UserWarning: gradients of passes that did not fail are dropped, too.
 
         Raises:
-            PeerError: not all ranks have noticed the failure; they do now, and the next call drops the pass.
+            PeerError: not all ranks had detected the failure. Now they have, and the next call drops the pass.
         """
         if self._has_failed():
             earlier = self.accumulated_passes() if self._before is None else self._before
@@ -293,7 +293,7 @@ class BackwardPasses:
             self.reduce_unreduced()
 
     def backward(self, loss: torch.Tensor, tokens: float | None, loss_scale: float, retain_graph: bool) -> None:
-        """Make the backward pass of ``loss`` times ``loss_scale``; see :meth:`weighed`."""
+        """Run the backward pass of ``loss`` times ``loss_scale``; see :meth:`weighed`."""
         if loss.dtype in HALF_DTYPES:
             loss = loss.float()  # a scaled loss would overflow in 16 bits
         with self.weighed(tokens, loss_scale) as factor:

@@ -91,7 +91,7 @@ class ChunkGrads:
     Attributes:
         summed: the dtype in which unsharded gradients of several passes add up, if they are kept.
         buffer: the exchange memory with this chunk's unsharded gradient, or ``None``.
-        bucket: where backward writes: ``buffer.local``, or private memory while no buffer is free.
+        bucket: memory that backward writes to: ``buffer.local``, or private memory while no buffer is free.
         arrived: slots whose gradient arrived in the running backward pass.
         expected: slots that arrived in the last reduced pass; when all have, the chunk may be reduced early.
         filled: slots whose gradient arrived since the last reduced pass (passes under ``no_sync`` included); until the
@@ -165,7 +165,7 @@ class ChunkGrads:
 
     @property
     def reduced(self) -> torch.Tensor | None:
-        """The gradient shard. A read waits for its copy to the host, if one is under way."""
+        """The gradient shard. A read waits for a copy to the host that is under way."""
         self.land()
         return self._reduced
 
@@ -385,7 +385,7 @@ class GradRing:
 
 
 def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tensor], tier: Tier) -> int:
-    """Return the bytes of gradients in ``tier``; ``exchanged`` is further memory of the device."""
+    """Return the bytes of gradients in ``tier``. ``exchanged`` is further memory of the device."""
     # Read once each: updates during backward release it in another thread.
     own = [state.shard_memory for state in states if state.home is tier]
     own_memory = [memory for memory in own if memory is not None]

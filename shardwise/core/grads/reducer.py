@@ -361,9 +361,9 @@ class Reducer:
         states: the trainable chunks' gradients.
         mesh: the ranks.
         ledger: accounts of the device's memory.
-        plan: when gradients are reduced, and in which dtypes. Under ``reduce="last"`` every chunk has a bucket of its
-            own that accumulates locally; with ``predivide`` gradients are divided by it before their sum, and by the
-            rest of the divisor after it.
+        plan: says when gradients are reduced, and in which dtypes. Under ``reduce="last"`` every chunk has a bucket of
+            its own that accumulates locally; with ``predivide`` gradients are divided by it before their sum, and by
+            the rest of the divisor after it.
         model_id: id of the model on the mesh.
         counts: counts of the passes that contribute to the gradients.
         events: notified of reductions and their results.
@@ -818,7 +818,7 @@ class Reducer:
         self._order = self._orders[chunks]
 
     def clear(self, optimizer: int | None = None) -> None:
-        """Drop the gradients of one optimizer's chunks and of those that no optimizer holds, or of all."""
+        """Drop the gradients of one optimizer's chunks and of chunks without an optimizer, or of all chunks."""
         for state in self.states:
             if optimizer is None or state.spec.optimizer in (optimizer, -1):
                 state.clear()

@@ -14,7 +14,7 @@ class LossScaler:
     """The loss scale, and how it changes.
 
     Attributes:
-        scale: what losses are multiplied by.
+        scale: the factor of losses.
         overflows: since the scale last grew.
         good_steps: without an overflow; below 0 while growth is delayed.
     """
@@ -51,7 +51,7 @@ class LossScaler:
         return {"scale": self.scale, "overflows": float(self.overflows), "good_steps": float(self.good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Load :meth:`state_dict`; a static scale stays the plan's.
+        """Load the result of :meth:`state_dict`. A static scale keeps the value of the plan.
 
         Raises:
             KeyError: an entry is missing.

@@ -46,7 +46,7 @@ class Ledger:
         self._caches: list[Callable[[], None]] = []
         self._tracker: Tracker | None = None
         self.peak_bytes = 0
-        """The peak at any check; counted only if there is a capacity."""
+        """The highest peak of all checks. It is counted only if there is a capacity."""
 
     def account(self, kind: str, current_bytes: Callable[[], int]) -> None:
         """Add an account: ``current_bytes()`` returns the current bytes of ``kind`` on the device."""

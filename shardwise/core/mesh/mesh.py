@@ -312,7 +312,7 @@ class Mesh(_Axes):
 
 
 def _resolved(plan: MeshPlan, device: torch.device, comm: CommPlan, size: int) -> tuple[MeshPlan, ValueError | None]:
-    """Return the plan with its sizes, or the plan itself and what is wrong with it."""
+    """Return the plan with all sizes, or the unchanged plan and its error."""
     try:
         if comm.shared_memory and device.type != "cpu":
             raise ValueError(
@@ -353,7 +353,7 @@ def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
     pipeline = maker.make(PIPELINE_AXIS, _along(grid, 0))
 
     def across(name: str, one: Group, other: Group, lines: list[list[int]]) -> Group:
-        """Return the group over both; it is one of them where the other has a single rank."""
+        """Return the group over both axes. It is the group of one axis if the other axis has a single rank."""
         if other.size == 1:
             return one
         return other if one.size == 1 else maker.make(name, lines)

@@ -176,7 +176,7 @@ class Chunk:
         self.joined = False
         self.in_transform = False
         self.generation = 0
-        """Number of updates, which tells graphs from before an update from later ones."""
+        """Number of updates. It distinguishes graphs from before an update from later graphs."""
         self.placed_at = -2
         """The generation in which parameters last showed values; the initial one is too old to be in use."""
         nothing = torch.full((), absent_value(spec.dtype), dtype=spec.dtype, device=device)
@@ -208,11 +208,11 @@ class Chunk:
         return local[self.shard_start : self.shard_end] if self.resident else local
 
     def opened(self, write: bool = False) -> AbstractContextManager[torch.Tensor]:
-        """This rank's shard, in memory inside the block; with ``write`` changes to it are kept."""
+        """Return a context with this rank's shard in memory. With ``write``, changes are kept."""
         return nullcontext(self.shard) if self.resident else self.source.opened(write)
 
     def renewing(self) -> AbstractContextManager[torch.Tensor]:
-        """Memory for all of a new shard, kept after the block; see :meth:`ShardSource.renewing`."""
+        """Return a context with memory for a new shard, which is kept. See :meth:`ShardSource.renewing`."""
         return nullcontext(self.shard) if self.resident else self.source.renewing()
 
     def overlap(self, slot: ParamSpan) -> tuple[int, int]:

@@ -350,7 +350,7 @@ class ChunkPool:
 
     @locked
     def settle(self, ahead: bool = False) -> None:
-        """Wait for all renewals; with ``ahead`` for all prefetched units as well, since shards will be written."""
+        """Wait for all renewals. With ``ahead`` also wait for all prefetched units, since shards will be written."""
         for unit in list(self._renewing):
             self._renew(unit)
         for unit in list(self._gathered) if ahead else ():
@@ -421,7 +421,7 @@ class ChunkPool:
                 idle -= self.sizes[victim]
 
     def _reshard(self, units: Iterable[int]) -> None:
-        """Evict the idle ones of ``units``, independent of the budget."""
+        """Evict those of ``units`` that are idle, independent of the budget."""
         for unit in sorted(self._gathered.intersection(units)):
             if unit not in self._still_read and not self._pinned(unit):
                 self._evict_unread(unit)
@@ -443,7 +443,7 @@ class ChunkPool:
 
     @locked
     def drop_idle(self, among: Collection[int] | None = None, stale: bool = False) -> None:
-        """Evict all units (of ``among``) that nothing pins or reads; if their values are ``stale``, also those that are
+        """Evict all units (of ``among``) that nothing pins or reads. With ``stale`` values also evict units that are
         read."""
         for unit in [u for u in self._gathered if (among is None or u in among) and not self._pinned(u)]:
             (self._evict_stale if stale else self._evict_unread)(unit)
@@ -451,7 +451,7 @@ class ChunkPool:
             self.arrays.drop()
 
     def _evict_stale(self, unit: int) -> None:
-        """Evict a unit whose values have changed; autograd refuses graphs that hold the old ones."""
+        """Evict a unit whose values have changed. Autograd refuses graphs that hold the old values."""
         self._complete(unit)
         if self._is_read(unit):
             for chunk in self._transient[unit]:

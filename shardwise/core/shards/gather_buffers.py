@@ -44,7 +44,7 @@ class ArrayPool:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def give(self, array: torch.Tensor) -> None:
-        """Give an array back; it is reused once autograd has released it."""
+        """Return an array to the pool. It is reused after autograd has released it."""
         if self._keeps:
             idle = self._idle.setdefault((array.numel(), array.dtype), [])
             idle.append(array)

@@ -380,8 +380,7 @@ class GatherHooks:
     # ---- saved tensors
 
     def _push_saved_hooks(self) -> Callable[..., Any] | None:
-        """Push our hooks on top of active ones, unless ours are there already. Return the pack hook that was
-        pushed."""
+        """Push the engine's hooks on top of active hooks, unless they are on top. Return the pushed pack hook."""
         outer = top_saved_hooks()
         packs = self._running.packs
         if outer is not None and packs and outer[0] is packs[-1]:

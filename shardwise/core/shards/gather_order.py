@@ -253,7 +253,7 @@ class GatherAgreement:
         return self.reductions is not None and self.reductions.ready > self.reductions.begun
 
     def agree(self, units: Sequence[int] | None) -> Agreed:
-        """Exchange the units that each rank wants; ``None`` at the end of its pass. Collective.
+        """Exchange the units that each rank needs, or ``None`` at the end of its pass. Collective.
 
         Raises:
             DeviceMemoryError: a rank is out of memory (:meth:`give_up`).

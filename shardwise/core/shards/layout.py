@@ -92,7 +92,7 @@ class ChunkSpec:
     optimizer: int
     slots: tuple[ParamSpan, ...]
     bounds: Bounds
-    """Offsets of the ranks' shards, and the end of the last; no shard is empty."""
+    """Offsets of the ranks' shards, and the end of the last shard. No shard is empty."""
     reshard_after_forward: bool | None
     """False: stays gathered (small tensors of ``ByTensor``, and what the plan says). True: freed after forward.
     None: the plan's budget decides."""
@@ -155,7 +155,7 @@ class Layout:
     chunks: tuple[ChunkSpec, ...]
     where: tuple[tuple[int, ParamSpan], ...]
     searched_numel: int | None = None
-    """Chunk size in elements that a search chose; ``None`` where there was none."""
+    """Chunk size in elements that a search chose. ``None`` without a search."""
 
 
 @dataclass(frozen=True)

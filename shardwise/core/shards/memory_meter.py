@@ -82,7 +82,7 @@ class MemoryMeter:
             self.leave()
 
     def enter(self) -> None:
-        """Begin a forward pass; :meth:`leave` ends it, and :meth:`leave_all` ends all.
+        """Begin a forward pass. :meth:`leave` ends the pass, and :meth:`leave_all` ends all passes.
 
         Raises:
             RuntimeError: another thread's pass has not ended; allocations are counted for one thread.
@@ -182,7 +182,7 @@ class MemoryMeter:
             self._recorder = None
 
     def so_far(self) -> MemStats | None:
-        """Return the stats of the running or failed step; if nothing ran since, of the last complete one."""
+        """Return the stats of the running or failed step, or of the last complete step if nothing ran since."""
         trace = self._recorder.so_far() if self._recorder is not None else None
         return trace if trace is not None and trace.moments else self.stats
 

@@ -42,7 +42,7 @@ class Trace:
     """Uses before the end of each backward pass of this step."""
 
     def use(self, unit: int) -> None:
-        """Note a use; immediate repetitions count once."""
+        """Record a use. Immediate repetitions count once."""
         if self.current and self.current[-1] == unit:
             return
         position = len(self.current)
@@ -70,7 +70,7 @@ class Trace:
         self.current, self.ends, self.followed = [], [], True
 
     def upcoming(self) -> Sequence[int]:
-        """Return the units expected from here on; none if the order is not known."""
+        """Return the units that are expected next. Empty if the order is not known."""
         return self.recorded[len(self.current) :] if self.followed else ()
 
     def upcoming_in_pass(self) -> Sequence[int]:

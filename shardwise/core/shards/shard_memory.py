@@ -51,7 +51,7 @@ class ShardSource(ABC):
 
     @abstractmethod
     def opened(self, write: bool) -> AbstractContextManager[torch.Tensor]:
-        """Return a context with the shard in memory; with ``write`` changes to it are kept."""
+        """Return a context with the shard in memory. With ``write``, changes are kept."""
 
     @abstractmethod
     def renewing(self) -> AbstractContextManager[torch.Tensor]:
@@ -69,7 +69,7 @@ class ShardSource(ABC):
         return None
 
     def dequantized(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the values that a gather brings of ``shard``; see :meth:`Group.dequantized`."""
+        """Return the values of ``shard`` that a gather returns. See :meth:`Group.dequantized`."""
         return shard if self._over is None else self._over.dequantized(shard)
 
     def prepare(self) -> None:  # noqa: B027
@@ -383,7 +383,7 @@ class SecondarySource(MemorySource):
 
 
 class _Arriving:
-    """A gather by the whole group; this rank keeps its k-th part."""
+    """A gather by the whole group, of which this rank keeps its part."""
 
     def __init__(self, source: SecondarySource, handle: Arrival, full: torch.Tensor) -> None:
         self._source, self._handle = source, handle

@@ -182,7 +182,7 @@ class MasterEdits:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy changes into the masters, on each rank its part; unchanged values keep their precision.
+        """Copy changes into the masters of each rank. Unchanged values keep their precision.
 
         Raises:
             RuntimeError: the masters are on a disk, which needs all ranks.
@@ -210,7 +210,7 @@ def take_over(
     rounded: Rounded | None,
     slots: Sequence[ParamSpan] | None = None,
 ) -> bool:
-    """Copy changed values into the master; unchanged values keep the precision that the shard does not have.
+    """Copy changed values into the master. Unchanged values keep the precision that the shard does not have.
 
     Args:
         chunk: the chunk.

@@ -47,7 +47,7 @@ class EarlyUpdates:
         new_shards: memory, by chunk index, for new parameters of tiles on a disk whose parameters have their home in
             memory.
         norm_type: p of the norm that ``step()`` reports.
-        device: where the model computes; if it is a GPU, the current device of the update thread.
+        device: the device of the model. A GPU becomes the current device of the update thread.
 
     Attributes:
         updated: chunks whose masters are those of the next step already.
@@ -214,7 +214,7 @@ class EarlyObserver:
     ) -> None:
         self._grads, self._counts, self._broken, self._store = grads, counts, broken, store
         self.by_optimizer: dict[int, EarlyUpdates] = {}
-        """The early updates by optimizer; optimizers that update early add theirs."""
+        """The early updates by optimizer. Optimizers that update early add themselves."""
 
     @property
     def active(self) -> bool:
@@ -223,7 +223,7 @@ class EarlyObserver:
 
     @property
     def pending(self) -> list[int]:
-        """The optimizers that a pass has reached since their last step; the same on all ranks."""
+        """The optimizers that a pass has reached since their last step. Equal on all ranks."""
         return [index for index, each in self.by_optimizer.items() if each.pending]
 
     def begin_pass(self) -> None:

@@ -507,7 +507,7 @@ class TileStepper:
         return [state.get(piece.value, NOTHING) for piece in pieces]
 
     def state_changed(self) -> None:
-        """Note that state was made, dropped, replaced or moved; its size is computed again at the next query."""
+        """Record that state was made, dropped, replaced or moved. The next query computes the size of state again."""
         self._generation += 1
 
     def state_bytes(self, tier: Tier) -> int:

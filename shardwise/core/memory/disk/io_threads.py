@@ -160,7 +160,7 @@ class Operation:
         offset: offset in the file in bytes. The transfer covers ``memory``; its first ``nbytes`` belong to the record.
         memory: uint8, the caller's buffer; referenced until the transfer is over.
         sums: a checksum for each segment; a write computes it, and a read expects it.
-        urgent: if True, the operation goes before others in the queue.
+        urgent: whether the operation goes before other operations in the queue.
         error: the error with which it failed.
         over: set when no thread accesses ``memory`` any more.
     """

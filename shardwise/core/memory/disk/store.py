@@ -117,7 +117,7 @@ class BufferPool:
         self._in_use.remove(buffer.data_ptr())
 
     def close(self) -> None:
-        """Drop all buffers; one that is still referenced elsewhere stays valid."""
+        """Drop all buffers. A buffer that is still referenced elsewhere stays valid."""
         self._buffers, self._in_use, self.reserved_bytes = [], set(), 0
 
 
@@ -344,10 +344,10 @@ class DiskStore:
             return self._io.handle(operation)
 
     def commit(self, owner: int | None = None) -> None:
-        """Commit every version that was written since the last commit; all or none.
+        """Commit every version that was written since the last commit, all or none.
 
         Args:
-            owner: only of this owner's records; ``None``: of all.
+            owner: the owner of the records. ``None`` stands for all owners.
 
         Raises:
             DiskError: a write was not waited for, or failed. Nothing changes; write that record again, or rollback.
@@ -369,7 +369,7 @@ class DiskStore:
         """Drop what was written since the last commit, after waiting for writes that still run.
 
         Args:
-            owner: only in this owner's records; ``None``: in all.
+            owner: the owner of the records. ``None`` stands for all owners.
         """
         with self._lock:
             for record, operation in self._pending_of(owner).items():

@@ -29,7 +29,7 @@ class Tracker:
     """Base of both trackers. A method without a body does nothing, because one of them does not need it.
 
     Attributes:
-        shares_peak: if True, the tracker resets peak statistics that other code (torch's own statistics) uses as well.
+        shares_peak: whether the tracker resets peak statistics that other code (torch's own statistics) uses as well.
     """
 
     shares_peak = False

@@ -21,8 +21,8 @@ class MicroBatch:
     """A part of a batch.
 
     Attributes:
-        inputs: in the structure of the batch. ``num_items_in_batch`` is multiplied by ``share``, so that the mean of
-            the losses, weighted by rows, is the sum over all tokens divided by the number for the batch.
+        inputs: the inputs, in the structure of the batch. ``num_items_in_batch`` is multiplied by ``share``, so that
+            the mean of the losses, weighted by rows, is the sum over all tokens divided by the number for the batch.
         share: fraction of the batch's rows.
     """
 
@@ -39,7 +39,7 @@ class MicroBatch:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The shapes of the inputs, from which shapes in the model follow; the same on every rank."""
+        """The shapes of the inputs, which determine shapes in the model. Equal on every rank."""
         return tuple((name, value.shape) for name, value in _tensors(self.inputs))
 
 

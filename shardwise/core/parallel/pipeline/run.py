@@ -104,7 +104,7 @@ class StageRun:
     Args:
         staging: the stages of this rank, installed.
         wire: point-to-point channel to the neighbours; ``None`` if there are none.
-        keeps_shapes: if True, send each shape once for each shape of a micro-batch, otherwise with each message.
+        keeps_shapes: whether shapes are sent once for each shape of a micro-batch, instead of with each message.
         tell: exchanges errors at the end of a step; ``None``: errors of other ranks are not reported.
 
     Raises:
@@ -231,7 +231,7 @@ class StageRun:
         return self._wire.send(x, rank, lane, self._tag(action), _called(action), described)
 
     def send_sentinel(self, action: Action, rank: int, key: object, what: What | None) -> None:
-        """Send a sentinel instead of the result; ``what`` is the shape that the receiver expects, if it knows one."""
+        """Send a sentinel instead of the result. ``what`` is the shape that the receiver expects, if it is known."""
         assert self._wire is not None
         lane = _lane(action)
         if lane == FORWARD:
@@ -322,7 +322,7 @@ class _Step:
         self._passed: dict[tuple[int, int], What | None] = {}
         """Shape of each hidden state that went into a stage. ``None`` if no data came, and no gradient goes back."""
         self._under_way: dict[int, deque[tuple[int, SendHandle]]] = {}
-        """By rank: messages in flight to it, with the position in its order at which it receives each."""
+        """Messages in flight by receiving rank, with the positions in its order at which the rank receives them."""
         self._places = [{each: place for place, each in enumerate(order)} for order in schedule.orders]
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}

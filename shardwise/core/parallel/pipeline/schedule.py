@@ -203,7 +203,10 @@ def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> list
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """Each rank has ``chunks`` stages, ``ranks`` apart; groups of ``ranks`` micro-batches pass through them."""
+    """Return the interleaved 1F1B schedule, in which each rank has ``chunks`` stages at a distance of ``ranks``.
+
+    Groups of ``ranks`` micro-batches pass through the stages.
+    """
     rounds = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
     orders = []
     for rank in range(ranks):
@@ -270,7 +273,7 @@ def make_schedule(name: str, ranks: int, chunks: int, microbatches: int) -> Sche
         name: a key of :data:`SCHEDULES`.
         ranks: number of pipeline ranks.
         chunks: number of stages per rank.
-        microbatches: at least one.
+        microbatches: number of micro-batches, at least 1.
 
     Raises:
         ValueError: the schedule does not exist, or ``chunks`` is not 1 for 1F1B, or not 2 for zbv.

@@ -21,7 +21,7 @@ class WeightGradients:
         self._left: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
 
     def add(self, param: nn.Parameter, make: Callable[[], Tensor]) -> None:
-        """Add a function that computes a gradient of ``param``; several are summed."""
+        """Add a function that computes a gradient of ``param``. The gradients of several functions are summed."""
         self._left.setdefault(param, []).append(make)
 
     def make(self) -> Iterator[tuple[nn.Parameter, Tensor]]:

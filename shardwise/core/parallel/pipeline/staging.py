@@ -235,7 +235,7 @@ class Staging:
     # ---- queries
 
     def stages_of(self, param: nn.Parameter) -> tuple[int, ...]:
-        """Return the stages that use the parameter; several for a tied one."""
+        """Return the stages that use the parameter. A tied parameter may have several."""
         return tuple(sorted(self._stage_of_param[id(param)]))
 
     def rank_of_stage(self, stage: int) -> int:
@@ -252,7 +252,7 @@ class Staging:
         return tuple(sorted({self.rank_of_stage(stage) for stage in self.stages_of(param)}))
 
     def position_of(self, param: nn.Parameter) -> int:
-        """Return the position among the parameters of the full model; the same on every rank."""
+        """Return the position among the parameters of the full model. It is equal on every rank."""
         return self._positions[id(param)]
 
     def rank_of(self, name: str) -> int:

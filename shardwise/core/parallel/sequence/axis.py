@@ -36,7 +36,7 @@ class SequenceAxis(Ranks):
         self._count, self._over = 0, Axis(group)
 
     def tags(self, count: int) -> range:
-        """Return tags for ``count`` messages to a peer; the same on every rank."""
+        """Return tags for ``count`` messages to a peer. They are equal on every rank."""
         self._count = self._count % TAGS + count
         return range(self._count - count, self._count)
 
@@ -45,7 +45,7 @@ class SequenceAxis(Ranks):
     def exchanged(
         self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], what: str, narrow: bool = False
     ) -> list[Tensor]:
-        """Exchange tensors with all ranks (all-to-all), and return the received ones by rank.
+        """Exchange tensors with all ranks (all-to-all), and return the received tensors by rank.
 
         Args:
             parts: a 1-D tensor to send to each rank, all of one dtype.

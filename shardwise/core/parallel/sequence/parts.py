@@ -19,7 +19,7 @@ class Parts:
     Attributes:
         length: number of tokens of a sequence.
         ranks: number of sequence-parallel ranks.
-        zigzag: if True, rank ``r`` of ``n`` has pieces ``r`` and ``2n - 1 - r`` of ``2n``, which balances the work
+        zigzag: whether rank ``r`` of ``n`` has pieces ``r`` and ``2n - 1 - r`` of ``2n``, which balances the work
             under a causal mask; otherwise it has piece ``r`` of ``n``.
     """
 

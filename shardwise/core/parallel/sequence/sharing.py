@@ -256,7 +256,7 @@ class Sequences:
         return torch.arange(tokens.shape[-1], device=tokens.device).unsqueeze(0)
 
     def _leave(self, output: Any, parts: Parts) -> Any:
-        """Gather the hidden states in ``output``, unless sharded ones are needed."""
+        """Gather the hidden states in ``output``, unless sharded hidden states are needed."""
         last = output["last_hidden_state"] if isinstance(output, Mapping) else output[0]
         ends_here = not self.table.end and not self._local
 

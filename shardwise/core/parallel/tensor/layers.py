@@ -66,7 +66,7 @@ class Columns(CutLayer):
 
     Attributes:
         _copies: the input is replicated, and no earlier module has marked it as such (:class:`Enters`).
-        _gathers: if True, the outputs of all ranks are gathered.
+        _gathers: whether the outputs of all ranks are gathered.
         _shared: parts of the parameters that other ranks hold as well, by name; their gradients are summed over these
             ranks.
         _private: the random number stream of this rank and the dropouts after this layer that use it, if there are any.
@@ -201,7 +201,7 @@ class PerHead(CutLayer):
 
 
 def _stand_in(module: nn.Module, changed: dict[str, Tensor]) -> Any:
-    """Return a shallow copy of the module with some parameters replaced; the module itself does not change."""
+    """Return a shallow copy of the module with some parameters replaced. The module does not change."""
     stand_in = object.__new__(type(module))
     vars(stand_in).update(vars(module))
     vars(stand_in)["_parameters"] = {**module._parameters, **changed}
@@ -249,7 +249,7 @@ class _SumShared(torch.autograd.Function):
 
 
 class Drops(nn.Module):
-    """A dropout on sharded activations (``_own``), or on replicated ones."""
+    """A dropout on sharded activations (``_own``), or on replicated activations."""
 
     _private: RankRng
     _own: bool

@@ -306,7 +306,7 @@ class Head:
 
     Attributes:
         path: path of the linear layer.
-        parallel: if True, logits may stay sharded: the model uses them only element-wise or in its ``loss_function``.
+        parallel: whether logits may stay sharded: the model uses them only element-wise or in its ``loss_function``.
     """
 
     path: str

@@ -79,7 +79,7 @@ class TPPlan:
         Args:
             module: an unsharded ``nn.Linear`` or transformers' ``Conv1D``.
             cut: how to shard the output; its dimension is that of the weight (``out_dim``).
-            gathers: if True, the outputs are gathered, so that all ranks get the full output.
+            gathers: whether the outputs are gathered, so that all ranks get the full output.
             owner: a module that contains the computation from this layer up to the row-parallel one; dropout in it uses
                 a separate random number stream on each rank.
 
@@ -199,7 +199,7 @@ class TPPlan:
         known.update(widths)
 
     def replicated(self, module: nn.Module) -> None:
-        """Declare a module before or after sharded layers; its gradients are complete on each rank."""
+        """Declare a module before or after sharded layers. Its gradients are complete on each rank."""
         self._replicated.update(id(each) for each in module.modules())
 
     def drops(self, module: nn.Module, own: bool) -> None:
@@ -362,7 +362,7 @@ class TPPlan:
         return None if entry is None else entry[1]
 
     def uncovered(self, model: nn.Module) -> list[str]:
-        """Return the names of parameters that will be sharded but are in modules that expect full ones."""
+        """Return the names of parameters that will be sharded but are in modules that expect full parameters."""
         return [
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -512,8 +512,8 @@ class ModuleRules:
     def columns(
         self, path: str, ranges: Ranges, owner: nn.Module | None = None, *, padded: int = 0, gathers: bool = False
     ) -> None:
-        """Shard the outputs of a linear layer, with ``padded`` additional ones, into ``ranges``. The second layer of an
-        adapter of this layer is sharded in the same way."""
+        """Shard the outputs of a linear layer, and ``padded`` additional outputs, into ``ranges``. The second layer of
+        an adapter of this layer is sharded in the same way."""
         module = self._base(path)
         cut = ShardSpec(out_dim(module), self.size(path, True) + padded, ranges)
         self.tp_plan.columns(module, cut, gathers, owner)
@@ -524,7 +524,7 @@ class ModuleRules:
                 self.tp_plan.drops(dropout, own=False)
 
     def rows(self, path: str, ranges: Ranges) -> None:
-        """Shard the inputs of a linear layer into ``ranges``, and those of the first layer of an adapter of it."""
+        """Shard the inputs of a linear layer, and of the first layer of its adapter, into ``ranges``."""
         module = self._base(path)
         cut = ShardSpec(1 - out_dim(module), self.size(path, False), ranges)
         self.tp_plan.rows(module, cut)
