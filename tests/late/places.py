@@ -62,7 +62,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/comm/compressed.py", "_Steps.finished", "", SEEN),
     ("core/comm/control.py", "", "", MESSAGES),
     ("core/comm/gloo.py", "", "", MESSAGES),
-    ("core/comm/shared_buffer.py", "", "", MESSAGES),
+    ("core/comm/shared_memory.py", "", "", MESSAGES),
     ("core/comm/link.py", "Message.wait", "at_most)", MESSAGES),
     ("core/parallel/pipeline/run.py", "StageRun.step", "self._wire.settle", SENT),
     ("core/parallel/pipeline/run.py", "_Step._settle", "", SENT),

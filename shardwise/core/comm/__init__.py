@@ -30,7 +30,7 @@ from shardwise.core.comm.local import LocalGroup
 from shardwise.core.comm.members import Members, ranks_of, timeout_s
 from shardwise.core.comm.native import NativeGroup
 from shardwise.core.comm.release import destroy, let_go_with
-from shardwise.core.comm.shared import SharedGroup
+from shardwise.core.comm.shared_memory import SharedGroup
 from shardwise.core.comm.traffic import Traffic
 
 __all__ = [

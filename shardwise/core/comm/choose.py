@@ -21,7 +21,7 @@ from shardwise.core.comm.mapped_memory import MappingError, Method, host_facts
 from shardwise.core.comm.members import Members, check_equal, make_room, unbound
 from shardwise.core.comm.native import NativeGroup
 from shardwise.core.comm.release import destroy, let_go_with
-from shardwise.core.comm.shared import SharedGroup
+from shardwise.core.comm.shared_memory import SharedGroup
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.core.comm import Buffer, ModelId, PeerError, SharedGroup, shared
+from shardwise.core.comm import Buffer, ModelId, PeerError, SharedGroup, shared_memory
 from shardwise.testing import run_ranks
 from tests.support.launching import forked, start
 from tests.support.scope import Scope
@@ -169,7 +169,7 @@ def test_error_names_the_purposes_of_all_ranks(kind: str) -> None:
 
 
 SOON_S, NEVER_S = 0.3, 600.0
-SLOW_S = 3 * shared.CHECK_S
+SLOW_S = 3 * shared_memory.CHECK_S
 
 
 def exchanged(group: SharedGroup, value: float) -> str:
@@ -239,7 +239,7 @@ def left() -> list[str]:
             for value in (1.0, 2.0):
                 interrupted(group, value)
             # This rank must not check for a failure of the other one while it waits.
-            unchecked = mock.patch.object(shared, "CHECK_S", NEVER_S)
+            unchecked = mock.patch.object(shared_memory, "CHECK_S", NEVER_S)
             with unchecked, mock.patch.object(group, "wait_until", meeting_at_a_barrier(group.wait_until)):
                 return [exchanged(group, 3.0)]
         dist.barrier()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.comm import Buffer
-from shardwise.core.comm.shared_buffer import MappedBuffer
+from shardwise.core.comm.shared_memory import MappedBuffer
 from shardwise.core.deferred import deferred_init
 from shardwise.core.engine.param_writer import ParamWriter
 from shardwise.plan import Plan, zero

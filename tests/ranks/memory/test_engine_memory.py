@@ -27,7 +27,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.cli.main import main
-from shardwise.core.comm.shared_buffer import MappedBuffer
+from shardwise.core.comm.shared_memory import MappedBuffer
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.session import MemoryReport, Session, Settings, estimate_memory, shard
