@@ -31,13 +31,13 @@ CHECKOUT ?=
 UPSTREAM ?=
 SHIFT ?= 1
 SEED ?= 1
-NUMBERS ?= tests/ranks/booster/test_booster_plugins.py::test_each_rank_normalises_over_its_own_batch tests/ranks/booster/test_booster_lora.py \
+NUMBERS ?= tests/ranks/booster/test_booster_plugins.py::test_each_rank_normalizes_over_its_own_batch tests/ranks/booster/test_booster_lora.py \
   tests/ranks/zero/test_sharded_groups.py tests/ranks/shards/test_engine_checkpointing.py \
   tests/parity/test_random_graphs.py
 
 help:
 	@echo "make demo      train a byte-level GPT over 2 ranks (DEMO='--plugin low_level_zero --stage 2' passes options)"
-	@echo "make test      one test of each kind of behaviour (TESTS=tests/unit for a part; WORKERS=1 for one file at a time)"
+	@echo "make test      one test of each kind of behavior (TESTS=tests/unit for a part; WORKERS=1 for one file at a time)"
 	@echo "make test-full these, pairs of factors and costly cases: what a change must pass"
 	@echo "make elsewhere README's commands and a few tests as another user, in other surroundings (SEED=2 for another order)"
 	@echo "make numbers   compare with other seeds and roundings, and the simplest kernels (SHIFT=2 for other seeds)"

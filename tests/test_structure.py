@@ -84,7 +84,7 @@ def test_folders_of_tests_have_names_of_packages() -> None:
     """A test file next to these folders would make them importable: ``deepspeed`` would seem to be installed."""
     for part in ("unit", "ranks"):
         files = list((ROOT / "tests" / part).glob("*.py"))
-        assert not files, f"move into a folder named as the package whose behaviour it tests: {files}"
+        assert not files, f"move into a folder named as the package whose behavior it tests: {files}"
         folders = {path.parent.name for path in ROOT.glob(f"tests/{part}/*/*.py")}
         packages = {path.parent.name for path in (ROOT / PACKAGE).glob("**/__init__.py")}
         unknown = folders - packages - {"docs", "late", "front_ends", "project"}

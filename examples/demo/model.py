@@ -89,9 +89,9 @@ class ByteGPT(nn.Module):
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, BYTES, bias=False)
         self.head.weight = self.embed.weight
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue  # norms start at one and biases at zero

@@ -214,7 +214,7 @@ def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename:
         dest=f"{name}_names",
         type=Path,
         metavar="FILE",
-        help="names in the optimizer's order, one a line; for formats that number parameters",
+        help="names in the optimizer's order, one per line, for formats that number parameters",
     )
     if rename:
         add(

@@ -25,7 +25,7 @@ def option(flag: str, check: Callable[..., Any], value: object, *bounds: Any, **
 
 
 def check_writable(path: Path) -> None:
-    """Check before long work that its result can be written.
+    """Check that the result can be written, before long work starts.
 
     Raises:
         BadInput: the path is a folder, or its folder does not exist.

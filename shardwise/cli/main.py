@@ -11,7 +11,8 @@ docs/index.md in the source of shardwise.
 
 exit status (of run: that of the first rank that failed):
   0    success
-  1    checkpoint verify found damage, checkpoint diff found a difference, or port found a name that does not work
+  1    checkpoint verify found damage, checkpoint diff found a difference,
+       or port found a name that does not work
   2    invalid arguments, or a file that cannot be read or written
   130  the command was ended by Ctrl-C
   141  standard output was closed

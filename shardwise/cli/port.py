@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.compat.port import Finding
 
 EXAMPLES = """
+examples:
   shardwise port train.py                report each name and argument
   shardwise port --diff src/             report, and show the changes, for all programs below a folder
   shardwise port --write train.py        report, and change the file

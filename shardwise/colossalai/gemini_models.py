@@ -44,7 +44,7 @@ def check_groups(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup |
     if not consecutive or len(ranks) * replicas != len(world):
         raise ValueError(
             f"a group of ranks {list(ranks)} in {replicas} copies among {len(world)} ranks: give groups of "
-            "neighbours that cover all ranks, such as ProcessGroupMesh(copies, ranks).get_group_along_axis(1)"
+            "neighbors that cover all ranks, such as ProcessGroupMesh(copies, ranks).get_group_along_axis(1)"
         )
     return replicas
 

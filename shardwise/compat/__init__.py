@@ -5,7 +5,7 @@ A table is a TOML file of this folder. It says where each foreign name is here, 
 (:mod:`shardwise.compat.import_hooks`), ``shardwise port`` rewrites and explains programs with it
 (:mod:`shardwise.compat.port`), and pages of the documentation list it.
 
-The behaviour of a name does not belong here: it is in the folder of the front-end.
+The behavior of a name does not belong here: it is in the folder of the front-end.
 """
 
 from __future__ import annotations

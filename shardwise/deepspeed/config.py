@@ -37,7 +37,7 @@ class Report:
     """The keys of a configuration that are used or ignored, by dotted path.
 
     Attributes:
-        used: keys with an effect, or that ask for the default behaviour.
+        used: keys with an effect, or that ask for the default behavior.
         ignored: keys without effect, and the reason.
         notes: further remarks for the user.
     """

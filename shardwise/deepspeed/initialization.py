@@ -259,7 +259,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     """
     check_type("model", model, nn.Module, "the module that initialize will be given")
     if tp_group is not None:
-        raise NotImplementedError(f"{tp_group=!r:.80} is not available; leave it out: neighbouring ranks form groups")
+        raise NotImplementedError(f"{tp_group=!r:.80} is not available; leave it out: neighboring ranks form groups")
     _TP_SIZES[model] = integer("tp_size", tp_size, 1, what="a number of ranks,")
     return model
 

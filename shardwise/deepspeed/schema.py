@@ -27,7 +27,7 @@ class Key:
         default: value of an absent key, of ``null`` and of an unresolved ``"auto"``.
         role: ``used``; ``ignored`` with ``reason``; ``refused``, where ``reason`` says what to do instead.
         reason: see ``role``.
-        exact: values that ask for the default behaviour, so that the key is neither reported nor refused.
+        exact: values that ask for the default behavior, so that the key is neither reported nor refused.
         minimum: smallest accepted number.
         choices: accepted strings.
         stage: the first ZeRO stage at which the key has an effect.

@@ -62,7 +62,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         ValueError: a plan with another average; another parameter dtype than ``mixed_precision``; an additional FSDP,
             DeepSpeed, Megatron or XLA configuration.
         NotImplementedError: ``dynamo_backend``, tensor, pipeline or sequence parallelism, fp8.
-        RuntimeError: accelerate was initialised without the other ranks, so each rank would get all batches.
+        RuntimeError: accelerate was initialized without the other ranks, so each rank would get all batches.
     """
 
     _models: list[Any]

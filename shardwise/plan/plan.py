@@ -56,11 +56,11 @@ class MeshPlan:
         dp_replicate: number of copies of the parameters; -1: one for each remaining rank.
         tp: number of ranks that split the layers of a stage (tensor parallelism).
         pp: number of stages of the model (pipeline parallelism).
-        dp_outside: order of the axes, from neighbouring ranks to distant ones. ``False``: ``tp``, ``dp_shard``,
+        dp_outside: order of the axes, from neighboring ranks to distant ones. ``False``: ``tp``, ``dp_shard``,
             ``dp_replicate``, ``pp``. ``True``: ``tp``, ``pp``, ``dp_shard``, ``dp_replicate``.
-        sp: number of neighbouring data-parallel ranks that see parts of the same sequences. They shard parameters as
+        sp: number of neighboring data-parallel ranks that see parts of the same sequences. They shard parameters as
             all data-parallel ranks do, so ``sp`` divides ``dp_replicate * dp_shard`` and adds no ranks.
-        secondary: number of neighbouring ranks (of one host) that keep a second copy of the parameters from the first
+        secondary: number of neighboring ranks (of one host) that keep a second copy of the parameters from the first
             gather after an update on, which later gathers read (hpZ of ZeRO++). It divides ``dp_shard``. ``"host"``:
             the number of ranks on each host. ``None`` or ``dp_shard``: no second copy.
     """
@@ -229,7 +229,7 @@ class ParamGroupPlan:
         require(
             isinstance(self.reshard_after_forward, bool),
             f"reshard_after_forward={short_repr(self.reshard_after_forward)} of {', '.join(self.names):.80} is neither "
-            "True nor False. For backward gathers from a number of neighbouring ranks set secondary in the plan's "
+            "True nor False. For backward gathers from a number of neighboring ranks set secondary in the plan's "
             "mesh, for all modules, and give True here",
         )
 

@@ -167,7 +167,7 @@ def plan_of_fully_shard(
         model: a module that is not sharded yet; it is unchanged.
         mesh: all ranks, or (replicas, ranks that shard); ``None``: all ranks.
         reshard_after_forward: False and 1 keep parameters gathered; ``None`` and True do not, including those of the
-            root module. With a number k of ranks backward gathers from k neighbours, which keep a second copy
+            root module. With a number k of ranks backward gathers from k neighbors, which keep a second copy
             (:attr:`MeshPlan.secondary`).
         shard_placement_fn: an error: shards are slices of many consecutive parameters.
         mp_policy: dtypes; fp16 has a loss scale.
@@ -272,7 +272,7 @@ def plan_of_ddp(
     for name, flag in (("broadcast_buffers", broadcast_buffers), ("forward_sync_buffers", forward_sync_buffers)):
         if flag:
             warn_user(
-                f"{name}={flag}: buffers are rank 0's at the beginning, and separate afterwards. Synchronise "
+                f"{name}={flag}: buffers are rank 0's at the beginning, and separate afterwards. Synchronize "
                 "running statistics with nn.SyncBatchNorm, or before an evaluation"
             )
     check_all_ranks("process_group", process_group)

@@ -1,6 +1,6 @@
 """Changes of a Hugging Face model other than sharding: kernels, and activation checkpointing.
 
-All changes can be undone. transformers is not imported: its models are recognised by their attributes.
+All changes can be undone. transformers is not imported: its models are recognized by their attributes.
 """
 
 from __future__ import annotations

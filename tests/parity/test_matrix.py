@@ -37,7 +37,7 @@ def _by_mesh(row: Row) -> tuple[str, bool, bool, str]:
     return row["ranks"], row["plan"].startswith("hybrid"), row["plan"] == "ddp", row["transport"]
 
 
-# Neighbouring rows reuse one mesh, whose set-up takes as long as a training.
+# Neighboring rows reuse one mesh, whose set-up takes as long as a training.
 ROWS = sorted(default_rows(), key=_by_mesh)
 QUICK = quick_rows(ROWS)
 

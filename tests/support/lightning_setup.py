@@ -56,7 +56,7 @@ def _environment(ns: Namespace) -> Any:
 
 
 def since(*version: int) -> bool:
-    """Return whether Lightning has this version or a later one, for tests of behaviour that differs between them."""
+    """Return whether Lightning has this version or a later one, for tests of behavior that differs between them."""
     return tuple(int(part) for part in LIGHTNING.version.split(".")[: len(version)]) >= version
 
 

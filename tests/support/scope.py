@@ -19,7 +19,7 @@ PER_HOST = 2
 
 @contextmanager
 def hosts_of(ranks: int) -> Iterator[None]:
-    """Let groups take so many neighbouring ranks for those of one host, inside this context."""
+    """Let groups take so many neighboring ranks for those of one host, inside this context."""
     real = choose.host_facts()
     with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {dist.get_rank() // ranks}"}):
         yield

@@ -36,7 +36,7 @@ WIDTH, STEPS, RANKS = 6, 3, 2
 
 
 class Net(nn.Module):
-    """A first layer, four blocks with a normalisation, a head; ``reentrant``: how the blocks are checkpointed."""
+    """A first layer, four blocks with a normalization, a head; ``reentrant``: how the blocks are checkpointed."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
         return self.head(checkpoint_sequential(self.blocks, 2, x, use_reentrant=self.reentrant))
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     net = Net()
     parametrizations.weight_norm(net.first)
     parametrizations.orthogonal(net.head)
@@ -109,7 +109,7 @@ USES: dict[str, Use] = {
     ),
     "hook after accumulation": Use(prepare=hook_after_accumulation, refused=("grad",)),
     "hooks on modules": Use(prepare=hooks_on_modules),
-    "parametrized": Use(normalised),
+    "parametrized": Use(normalized),
 }
 
 

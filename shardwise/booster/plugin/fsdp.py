@@ -148,10 +148,10 @@ class TorchFSDPPlugin(DPPluginBase):
         cpu_offload: keep parameters, gradients and optimizer state on the host.
         auto_wrap_policy: selects submodules that are gathered separately: a torch policy or ``f(module, recurse,
             nonwrapped_numel) -> bool``. ``None``: the model is one unit.
-        backward_prefetch: ``None`` and BACKWARD_PRE are the behaviour of fully_shard.
+        backward_prefetch: ``None`` and BACKWARD_PRE are the behavior of fully_shard.
         mixed_precision: dtypes of parameters, reductions and buffers; ``None``: no casts.
         ignored_modules: modules that are not sharded; every rank has all of their parameters.
-        param_init_fn: function that initialises a module; called on each module with meta parameters of its own.
+        param_init_fn: function that initializes a module; called on each module with meta parameters of its own.
         sync_module_states: all ranks start from the first rank's parameters and buffers.
         fp8_communication: communicate parameters and gradients in 8 bits, if there are no replicas.
     """

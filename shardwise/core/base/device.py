@@ -98,7 +98,7 @@ class Runtime:
         torch.cuda.reset_peak_memory_stats(device)
 
     def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised page-locked memory from torch's pool, which reuses it only after copies are done."""
+        """Return uninitialized page-locked memory from torch's pool, which reuses it only after copies are done."""
         return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -128,7 +128,7 @@ class Runtime:
         torch.cuda.set_rng_state(state, device)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return the GPU's default generator; this initialises CUDA, since the generator does not exist before."""
+        """Return the GPU's default generator; this initializes CUDA, since the generator does not exist before."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device() if device.index is None else device.index
         return cast(torch.Generator, torch.cuda.default_generators[index])  # type: ignore[redundant-cast]
@@ -274,7 +274,7 @@ def _unlock(locked_by: Runtime, address: int, device: torch.device, process: int
 
 
 def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return uninitialised page-locked host memory. Torch reuses it only after copies that use it are done."""
+    """Return uninitialized page-locked host memory. Torch reuses it only after copies that use it are done."""
     return runtime().pinned(shape, dtype)
 
 

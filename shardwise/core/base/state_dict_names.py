@@ -38,7 +38,7 @@ class StateNames:
     def read(cls, model: nn.Module, params: Sequence[nn.Parameter]) -> StateNames:
         """Read the names of ``model``.
 
-        Parameters are recognised by identity, since state_dict hooks may rename them, and by their name in the model,
+        Parameters are recognized by identity, since state_dict hooks may rename them, and by their name in the model,
         since hooks may replace them (by a copy, or fewer bits); the parameter is saved instead.
 
         Raises:

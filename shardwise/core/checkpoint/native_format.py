@@ -416,7 +416,7 @@ def _key(fragment: Fragment) -> str:
 
 
 class _PieceWriter:
-    """Writes pieces into an open file. Neighbours in the file are put together if they are written in sequence."""
+    """Writes pieces into an open file. Neighbors in the file are put together if they are written in sequence."""
 
     def __init__(self, files: Any, fd: int) -> None:
         self._files, self._fd = files, fd

@@ -179,7 +179,7 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
 
 
 def spread_generators(state: dict[str, Any], rank: int) -> None:
-    """Seed a rank that the checkpoint does not have from rank 0's ``state`` and ``rank``."""
+    """Seed the generators of ``rank``, which has none in the checkpoint, from rank 0's ``state`` and its number."""
     seed = (checksum(state["torch"].numpy()) + 0x9E3779B97F4A7C15 * (rank + 1)) % 2**63
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -137,7 +137,7 @@ def _same(params: object, before: Sequence[nn.Parameter]) -> bool:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Return whether options are equal, NaN to NaN too; tensors element by element."""
+    """Return whether two options are equal. NaN equals NaN, and tensors are compared element by element."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         same = type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
         return same and bool(((a == b) | ((a != a) & (b != b))).all())

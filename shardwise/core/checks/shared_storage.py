@@ -47,7 +47,7 @@ def check_no_shared_storage(model: nn.Module) -> None:
     """Check that no two parameters share an element, and that no buffer or other attribute of a module shares one with
     a trainable parameter.
 
-    Neighbours in one memory (the flat weights of an LSTM) do not share elements. Deferred tensors and tensors on the
+    Neighbors in one memory (the flat weights of an LSTM) do not share elements. Deferred tensors and tensors on the
     meta device have no addresses; they share values if they have a common storage.
 
     Raises:

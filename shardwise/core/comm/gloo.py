@@ -233,7 +233,7 @@ class GlooGroup(ControlledGroup):
         return all(reduction.arrived() for reduction in started[: started.index(last) + 1])
 
     def close(self) -> None:
-        """Drop the receive buffers and threads. The process groups belong to the mesh and stay."""
+        """Drop the receive buffers and threads. The process groups belong to the mesh and are not destroyed."""
         self.scratch = Scratch()
         for worker in self.workers:
             worker.close()

@@ -80,7 +80,7 @@ def ranks_of(argument: str, group: object) -> tuple[int, ...]:
         return tuple(range(dist.get_world_size())) if several else (0,)
     if not several:
         raise ValueError(
-            f"{argument}={group!r:.80} but torch.distributed is not initialised; start with torchrun, or give None"
+            f"{argument}={group!r:.80} but torch.distributed is not initialized; start with torchrun, or give None"
         )
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Collectives through shared memory, for CPU ranks of one host.
 
-Every rank maps its peers' buffers: a gather copies from their memory, a reduction sums in place. Ranks synchronise by
+Every rank maps its peers' buffers: a gather copies from their memory, a reduction sums in place. Ranks synchronize by
 counters in shared cache lines, with one writer each.
 """
 
@@ -39,10 +39,10 @@ SLEEP_FIRST_S = 10e-6
 SLEEP_MAX_S = 200e-6
 CHECK_S = 0.2
 
-# The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used alternately. A
+# The control segment: line 1 holds the count of synchronizations and the state; two slots follow, used alternately. A
 # rank that writes slot s again has seen all peers arrive at s + 1, so no rank reads it then; or an interrupt has caused
 # the second write, which the others detect by the head. A slot's first word is its head: the number of the
-# synchronisation times the number of kinds, plus its kind.
+# synchronization times the number of kinds, plus its kind.
 ARRIVED, STATE = LINE_WORDS, LINE_WORDS + 1
 SLOT_VALUES = 256
 SLOT_WORDS = LINE_WORDS + SLOT_VALUES
@@ -471,7 +471,7 @@ class SharedGroup(Group):
         heads = [(words[slot], words[slot + 1]) for words in self._words]
         if any(each != (head, total) for each in heads):
             raise self._apart(heads, purpose)
-        mine[STATE] = OPEN  # after a complete synchronisation, the rank is in sync again, even if it failed before
+        mine[STATE] = OPEN  # after a complete synchronization, the rank is in sync again, even if it failed before
         return rows
 
     def _show(self) -> None:

@@ -1,4 +1,4 @@
-"""Deferred initialisation: models without memory, whose values are materialized one tensor at a time.
+"""Deferred initialization: models without memory, whose values are materialized one tensor at a time.
 
 This package is independent of chunks and shards: each full value is created, and the caller shards and drops it.
 """

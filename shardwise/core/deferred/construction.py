@@ -1,4 +1,4 @@
-"""Deferred initialisation: build a model without memory, then materialize its values one tensor at a time.
+"""Deferred initialization: build a model without memory, then materialize its values one tensor at a time.
 
 There are two ways, which can be combined:
 
@@ -7,7 +7,7 @@ There are two ways, which can be combined:
   bit, with any constructors, and the random generators advance as usual.
 * ``with torch.device("meta"): model = build()``. Nothing is recorded, so each module's own ``reset_parameters()`` is
   called in the order of ``named_modules()``, as torch's FSDP2 documents. The values equal a normal construction with
-  the same seed if constructors initialise only through ``reset_parameters()``, in the order of registration.
+  the same seed if constructors initialize only through ``reset_parameters()``, in the order of registration.
 
 In both cases the random numbers are drawn on the device of the construction (the CPU by default), so the values do not
 depend on the device that they are moved to. Every rank must build with the same seed.
@@ -64,7 +64,7 @@ def deferred_init() -> Iterator[None]:
 
     Inside, ``tensor.device`` is the device that a normal construction would use, and ``device="meta"`` means the CPU.
 
-    Source: the behaviour of torchdistx ``deferred_init`` and ColossalAI ``LazyInitContext``.
+    Source: the behavior of torchdistx ``deferred_init`` and ColossalAI ``LazyInitContext``.
     """
     if is_recording():
         yield
@@ -221,7 +221,7 @@ def initial_values(
     Yields ``(names, tensor, value, is_parameter)``. ``names`` are all full names of the object ``tensor`` (several if
     it is tied), in the order of ``model.modules()``, each module's parameters before its buffers. ``value`` is
     detached, on ``device``, and has the full shape. For a real tensor, it is its own memory (moved to ``device`` if
-    that differs). A deferred tensor is replayed. One on the bare meta device is initialised by its module (see the
+    that differs). A deferred tensor is replayed. One on the bare meta device is initialized by its module (see the
     module docstring), together with that module's other tensors. No references are kept: the memory of ``value`` is
     free when the caller drops it. The model is not changed; :func:`adopt` and :func:`set_buffer` set values, during the
     iteration or later.
@@ -229,7 +229,7 @@ def initial_values(
     A tied tensor on the bare meta device gets its values from the first module that has it.
 
     Raises:
-        RuntimeError: called inside ``deferred_init()``; or a module on the bare meta device cannot initialise its
+        RuntimeError: called inside ``deferred_init()``; or a module on the bare meta device cannot initialize its
             values.
     """
     if is_recording():
@@ -260,7 +260,7 @@ def _value(tensor: Tensor, made: Tensor | None, device: torch.device) -> Tensor:
 
 
 class _Makers:
-    """Initialises the tensors of modules on the bare meta device, through the modules' own initialisation."""
+    """Initializes the tensors of modules on the bare meta device, through the modules' own initialization."""
 
     def __init__(self, model: nn.Module, slots: dict[nn.Module, list[_Slot]]) -> None:
         self._slots = {module: list(own) for module, own in slots.items()}
@@ -275,12 +275,12 @@ class _Makers:
             self._refuse_second_pass(module)
 
     def _refuse_second_pass(self, module: nn.Module) -> None:
-        """Raise for modules that initialise their children again (nn.Transformer), which would be left out."""
+        """Raise for modules that initialize their children again (nn.Transformer), which would be left out."""
         own_rule = hasattr(module, "reset_parameters") or module in self._rules
         second_pass = hasattr(module, "_reset_parameters") and not self._slots[module]
         if second_pass and not own_rule and any(slot.bare for child in module.modules() for slot in self._slots[child]):
             raise RuntimeError(
-                f"{self._paths[module]} ({type(module).__name__}) initialises the modules inside it a second time, in "
+                f"{self._paths[module]} ({type(module).__name__}) initializes the modules inside it a second time, in "
                 "_reset_parameters(), which cannot be done one module at a time on the meta device; build the model "
                 "under shardwise's deferred_init() in place of torch.device('meta')"
             )
@@ -307,14 +307,14 @@ class _Makers:
             rule = self._rules[module]
             steps.append(lambda: rule(module))
         elif not own_rule and hasattr(module, "_reset_parameters"):
-            # nn.MultiheadAttention: the constructor creates its children first, then initialises them and itself.
+            # nn.MultiheadAttention: the constructor creates its children first, then initializes them and itself.
             children = [child for child in module.modules() if child is not module]
             steps = [child.reset_parameters for child in children if hasattr(child, "reset_parameters")]  # type: ignore[misc]
             return [module, *children], [*steps, module._reset_parameters]  # type: ignore[list-item]
         return [module], steps
 
     def _run(self, slots: list[_Slot], steps: list[Callable[[], object]]) -> dict[int, Tensor]:
-        """Set temporary real tensors in the modules, initialise, and restore the modules' own tensors."""
+        """Set temporary real tensors in the modules, initialize, and restore the modules' own tensors."""
         originals = [slot.table[slot.leaf] for slot in slots]
         for slot in slots:
             stand_in = torch.empty_strided(slot.size, slot.stride, dtype=slot.dtype, device="cpu")
@@ -330,7 +330,7 @@ class _Makers:
         values = [(slot, result) for slot, result in zip(slots, results, strict=True) if slot.bare and slot.names]
         missed = [slot for slot, result in values if result.numel() and not watch.saw(result)]
         if missed:
-            self._fail(missed, "its initialisation did not write to them")
+            self._fail(missed, "its initialization did not write to them")
         return {id(slot): result for slot, result in values}
 
     def _fail(self, slots: list[_Slot], reason: str) -> None:

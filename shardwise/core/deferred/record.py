@@ -65,7 +65,7 @@ _OVERWRITES = _aten(
     *("normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_", "cauchy_"),
     *("geometric_", "bernoulli_"),
 )
-# Operations that leave the memory that they allocate uninitialised.
+# Operations that leave the memory that they allocate uninitialized.
 _EMPTY = _aten("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
 # Operations that read only shape, strides and type of their first argument.
 _LIKE = _EMPTY | _aten(

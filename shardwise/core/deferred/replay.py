@@ -12,7 +12,7 @@ wrote
 * A random operation is executed once while it is recorded, on temporary memory, so that the generator advances exactly
   as in a normal construction. The generator state before it is stored for the replay.
 
-Source: the behaviour of torchdistx ``deferred_init`` (Meta, 2022; replay of recorded operations), with generator
+Source: the behavior of torchdistx ``deferred_init`` (Meta, 2022; replay of recorded operations), with generator
 snapshots added so that a single tensor can be replayed on its own.
 """
 
@@ -46,7 +46,7 @@ class Cell:
 
 
 class Tape:
-    """The record of a meta storage: its cell, and the last operation that wrote to it (None: uninitialised memory)."""
+    """The record of a meta storage: its cell, and the last operation that wrote to it (None: uninitialized memory)."""
 
     __slots__ = ("__weakref__", "cell", "head")
 
@@ -150,7 +150,7 @@ def _settle(cell: Cell, parts: list[tuple[Ref, Tensor]], inputs: set[int]) -> to
     same = output.stride() == ref.stride and output.storage_offset() == ref.offset
     if len(parts) == 1 and same and storage.nbytes() == cell.nbytes and storage.data_ptr() not in inputs:
         return storage
-    storage = _uninitialised(cell)
+    storage = _uninitialized(cell)
     for ref, output in parts:
         ref.on(storage).copy_(output)
     return storage
@@ -158,11 +158,11 @@ def _settle(cell: Cell, parts: list[tuple[Ref, Tensor]], inputs: set[int]) -> to
 
 def _allocated(memory: dict[Cell, torch.UntypedStorage], cell: Cell) -> torch.UntypedStorage:
     if cell not in memory:
-        memory[cell] = _uninitialised(cell)
+        memory[cell] = _uninitialized(cell)
     return memory[cell]
 
 
-def _uninitialised(cell: Cell) -> torch.UntypedStorage:
+def _uninitialized(cell: Cell) -> torch.UntypedStorage:
     return torch.UntypedStorage(cell.nbytes, device=cell.device)  # type: ignore[no-untyped-call]
 
 

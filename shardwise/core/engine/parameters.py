@@ -94,7 +94,7 @@ class ParameterValues:
         self.pool.settle()
 
     def take_edits(self, optimizer: int | None = None) -> None:
-        """Keep the program's writes to parameters of ``optimizer`` (``None``: all) before an update."""
+        """Copy what the program wrote to parameters of ``optimizer`` (``None``: of all) into masters for an update."""
         if self.master_edits.moved(optimizer):
             self._take_edits("an update of changed parameters")
 

@@ -55,7 +55,7 @@ class Partition:
 
     Attributes:
         tp_plan: tensor parallelism of layers, or ``None``.
-        rng_alignment: synchronises random numbers of tensor-parallel ranks, or ``None``.
+        rng_alignment: synchronizes random numbers of tensor-parallel ranks, or ``None``.
         staging: pipeline stages, or ``None``.
         sequences: sequence parallelism, or ``None``.
         every: all parameters of the model with their facts, until :meth:`install`.

@@ -212,7 +212,7 @@ def is_trained(spec: ChunkSpec) -> bool:
 
 # [Note: Which memory a tensor gets]
 # * Exchange memory of the group, which peers read: shards and resident arrays, if there are peers; on CPU ranks also
-#   shards of the host tier. Shards that are gathered and evicted may be neighbours in one mapping, so that a gather is
+#   shards of the host tier. Shards that are gathered and evicted may be neighbors in one mapping, so that a gather is
 #   a view of it. This does not apply under a declared capacity, where gathers have to use memory.
 # * The arena, one block of host memory, page-locked on request: masters, gradients and shards of the host tier, and new
 #   parameters that wait for step(). Its size is known in advance, so that a build that does not fit fails at once.
@@ -255,7 +255,7 @@ def master_dtype(spec: ChunkSpec, home: Home, plan: Plan, quantization: Quantiza
 #   cannot be quantized (integers, fp64), or with a parameter class of its own, which may be packed weights, is
 #   communicated as it is.
 # * Chunks that no optimizer trains and that are not frozen are communicated as they are.
-# * A secondary shard consists of neighbours' shards as they arrived, and is quantized in the same blocks again.
+# * A secondary shard consists of neighbors' shards as they arrived, and is quantized in the same blocks again.
 def _quantization(spec: ChunkSpec, resident: bool, comm: CommPlan, facts: RankFacts) -> Quantization | None:
     if facts.size == 1:
         return None

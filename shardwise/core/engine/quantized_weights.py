@@ -2,7 +2,7 @@
 
 Frozen parameters of any dtype are sharded. Packed ones have scales in attributes, other tensors with the same memory,
 and layers that replace a weight or bias in their forward pass. All of this is adapted before values move, so that the
-layers work with memory that comes and goes. No library is imported; classes are recognised by their attributes.
+layers work with memory that comes and goes. No library is imported; classes are recognized by their attributes.
 """
 
 from __future__ import annotations

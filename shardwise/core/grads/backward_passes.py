@@ -135,7 +135,7 @@ class BackwardPasses:
         return self._around or bool(self._tasks)
 
     def watch(self, output: torch.Tensor) -> torch.Tensor:
-        """Hook a model's output, so that a pass that starts from it is recognised as the outermost one; return it."""
+        """Hook a model's output, so that a pass that starts from it is recognized as the outermost one; return it."""
         # A transform's own passes give no gradients.
         if output.requires_grad and not in_backward() and not is_transformed(output):
             output.register_hook(self.note)  # type: ignore[no-untyped-call]

@@ -368,7 +368,7 @@ class GradRing:
         self._idle.clear()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Lend an uninitialised 1-D tensor."""
+        """Lend an uninitialized 1-D tensor."""
         nbytes = numel * dtype.itemsize
         for index in range(len(self._idle)):  # the other thread only appends
             if self._idle[index].nbytes >= nbytes:

@@ -127,7 +127,7 @@ class BucketPool:
                 extra_bytes -= more * nbytes
                 first, count = len(self.specs), min(depth + more, len(members))
                 self.specs += [(capacity, dtype)] * count
-                # Neighbours in the layout finish one after the other, so they use different buckets.
+                # Neighbors in the layout finish one after the other, so they use different buckets.
                 self._slot.update({chunk: first + turn % count for turn, chunk in enumerate(members)})
         self._buffers: list[Buffer] = []
         self._user: list[ChunkGrads | None] = [None] * len(self.specs)

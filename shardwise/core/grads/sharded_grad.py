@@ -112,7 +112,7 @@ class ShardedGrad(torch.Tensor):
         views: tuple[View, ...] = (),
         complete: bool = True,
     ) -> ShardedGrad:
-        """Initialise a gradient or a view of it.
+        """Initialize a gradient or a view of it.
 
         Args:
             owner: returns the owner of the gradients, or ``None`` when the session is closed.

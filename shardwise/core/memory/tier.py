@@ -39,7 +39,7 @@ class Home:
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything of the chunk is on a disk."""
+        """Whether any part of the chunk is on a disk."""
         return Tier.DISK in (self.param, self.state)
 
 

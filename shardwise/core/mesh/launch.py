@@ -120,9 +120,9 @@ def _from_slurm(variables: Mapping[str, str], rank: int) -> tuple[int, int] | No
 def init_distributed(
     device: torch.device | str | None = None, backend: str | None = None, timeout: timedelta = TIMEOUT
 ) -> torch.device:
-    """Initialise ``torch.distributed`` if a launcher started several processes, and return this rank's device.
+    """Initialize ``torch.distributed`` if a launcher started several processes, and return this rank's device.
 
-    Calling it again, or after ``torch.distributed`` was initialised elsewhere, only returns the device.
+    Calling it again, or after ``torch.distributed`` was initialized elsewhere, only returns the device.
 
     A rank uses the GPU with the index of its local rank or, if it sees fewer GPUs (as with Slurm's
     ``--gpus-per-task=1``), one of these. The ranks compare the identities of their GPUs first. Several ranks on one GPU
@@ -181,7 +181,7 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a number is out of range.
-        RuntimeError: ``torch.distributed`` is initialised with another rank or world size.
+        RuntimeError: ``torch.distributed`` is initialized with another rank or world size.
     """
     for name, value in (("rank", rank), ("world_size", world_size)):
         check_type(name, value, Integral, "a whole number")
@@ -195,7 +195,7 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
     if dist.is_available() and dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise RuntimeError(
-                f"rank={rank}, world_size={world_size}, but torch.distributed is initialised with rank "
+                f"rank={rank}, world_size={world_size}, but torch.distributed is initialized with rank "
                 f"{dist.get_rank()} of {dist.get_world_size()}; call this once, or destroy that process group first"
             )
         return
@@ -298,7 +298,7 @@ def check_joined(size: int | None = None) -> None:
         return  # WORLD_SIZE alone may be a leftover, or from a launcher that sets no RANK
     facts = LaunchFacts.read()
     if facts.world_size > 1:
-        state = "torch.distributed is not initialised" if size is None else f"the process group has {size} rank"
+        state = "torch.distributed is not initialized" if size is None else f"the process group has {size} rank"
         raise RuntimeError(
             f"WORLD_SIZE={facts.world_size} in the environment, but {state}, so rank {facts.rank} would train alone. "
             "Call shardwise.init_distributed() or torch.distributed.init_process_group() for all ranks first (or give "
@@ -369,7 +369,7 @@ def _why_no_gpu(facts: LaunchFacts, count: int) -> str | None:
 
 
 def default_device() -> torch.device:
-    """Return the device that :func:`init_distributed` chooses, once ``torch.distributed`` is initialised."""
+    """Return the device that :func:`init_distributed` chooses, once ``torch.distributed`` is initialized."""
     return _device(LaunchFacts.read(), None)
 
 

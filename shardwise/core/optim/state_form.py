@@ -1,4 +1,4 @@
-"""The keys and shapes of an optimizer's state, to recognise the state of another optimizer in a file.
+"""The keys and shapes of an optimizer's state, to recognize the state of another optimizer in a file.
 
 A copy of the optimizer steps a small parameter with the options of a group, and its state is inspected.
 """

@@ -36,7 +36,7 @@ class ArrayPool:
         self._dropped: list[weakref.ref[torch.UntypedStorage]] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised 1-D array of ``numel`` elements."""
+        """Return an uninitialized 1-D array of ``numel`` elements."""
         idle = self._idle.get((numel, dtype), [])
         for index, array in enumerate(idle):
             if storage_holders(array) == _UNSHARED:

@@ -286,7 +286,7 @@ def _group_name(fact: ParamInfo, options: Mapping[str, bool]) -> str:
     return matches[0] if matches else ""
 
 
-# Source: the behaviour of ColossalAI's ``search_chunk_configuration`` (the argument table of ``GeminiPlugin``): start
+# Source: the behavior of ColossalAI's ``search_chunk_configuration`` (the argument table of ``GeminiPlugin``): start
 # at the largest parameter once outliers above mean + 3 sigma are dropped, step by ``interval``, keep the least waste.
 def search_chunk_numel(numels: Sequence[int], packing: BySearch) -> int:
     """Return Gemini's chunk size in elements: the uniform size that wastes least space at the ends of chunks.

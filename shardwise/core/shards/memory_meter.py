@@ -170,7 +170,7 @@ class MemoryMeter:
             self._tracker.call_above(self._tracker.live_bytes + free // 2, self._make_room_in_time)
 
     def end_step(self, followed: bool) -> None:
-        """Note an update. ``followed``: the units were used in the expected order."""
+        """Finish the trace of a step after its update. ``followed``: the units were used in the expected order."""
         if self._recorder is not None:
             stats = self._recorder.finish()
             if stats.moments:

@@ -324,7 +324,7 @@ class _FromDisk:
 
 # [Note: Secondary shards]
 # Source: hpZ of ZeRO++ (arXiv 2306.10209), in which backward gathers parameters inside a node.
-# Under ``secondary=k`` each ``k`` neighbours of a shard group keep a copy of the parameters together, in the dtype and
+# Under ``secondary=k`` each ``k`` neighbors of a shard group keep a copy of the parameters together, in the dtype and
 # the tier of the shards. The whole group makes the first gather of a chunk after an update. As soon as it has arrived,
 # and before any parameter shows it (a module may write to its parameters), each rank copies its k-th part. From then on
 # only the k ranks gather the chunk, in all passes, until shards are written (forget). The values are equal, and so are

@@ -96,7 +96,7 @@ class EarlyUpdates:
         return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups]
 
     def takes(self, state: ChunkGrads) -> bool:
-        """Return whether the chunk can be updated now: all of its parameters are known to have a gradient."""
+        """Return whether the chunk can be updated now, because all of its parameters are known to have a gradient."""
         if len(state.arrived | state.used_globally) < len(state.spec.slots):
             return False
         if self._disk.get(state.spec.index):

@@ -1,6 +1,6 @@
 """How a rank's shard of a chunk is divided for the update: pure arithmetic, known before any optimizer state exists.
 
-A *piece* is the part of one parameter in this rank's shard, at most a tile long. A *tile* is a run of neighbouring
+A *piece* is the part of one parameter in this rank's shard, at most a tile long. A *tile* is a run of neighboring
 pieces of one param group that are stepped in one call. If an optimizer needs whole tensors, a piece is one whole
 tensor.
 """
@@ -29,7 +29,7 @@ class ShardRange:
 
 @dataclass(frozen=True, eq=False)
 class TileRange:
-    """Neighbouring pieces of param group ``group``; they span ``[start, end)`` of the shard."""
+    """Neighboring pieces of param group ``group``; they span ``[start, end)`` of the shard."""
 
     group: int
     pieces: tuple[ShardRange, ...]

@@ -3,7 +3,7 @@
 A *piece* is the part of one parameter in this rank's shard (at most a tile long). The optimizer steps this flat tensor
 as a parameter, so per-parameter state such as Adam's step count is exactly torch's, also for parameters that some steps
 do not use. The optimizer's param groups keep the model's own parameters ([Note: What groups hold]). A *tile* is a run
-of neighbouring pieces that are stepped in one call. The cast of the gradient, the unscaling and clipping, and the cast
+of neighboring pieces that are stepped in one call. The cast of the gradient, the unscaling and clipping, and the cast
 of the result run while the data is in cache.
 """
 
@@ -62,7 +62,7 @@ class ParamShard(ShardRange):
 
 @dataclass(frozen=True, eq=False)
 class UpdateTile(TileRange):
-    """Neighbouring pieces of one chunk, with their values."""
+    """Neighboring pieces of one chunk, with their values."""
 
     pieces: tuple[ParamShard, ...]
     chunk: Chunk

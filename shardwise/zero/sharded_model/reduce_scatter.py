@@ -1,7 +1,7 @@
 """``ReduceScatterBucketer``: combines many small reduce-scatters of a process group into few large ones.
 
 It can be used alone on any process group of torch.distributed; the engine reduces its own chunks without it. The
-behaviour is that of fairscale's class, which ColossalAI publishes.
+behavior is that of fairscale's class, which ColossalAI publishes.
 """
 
 from __future__ import annotations

@@ -389,7 +389,7 @@ make_adam = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-2)
 
 # -- BatchNorm. Parameters agree within RTOL in fp32, relative to the largest element of each tensor: with Adam's large
 # epsilon, the rounding error of a gradient does not become a step of the full learning rate. No bias precedes a
-# normalisation, because its gradient would be rounding errors only.
+# normalization, because its gradient would be rounding errors only.
 
 NORM: dict[str, Callable[[], Plugin]] = {
     "ddp": TorchDDPPlugin,
@@ -412,7 +412,7 @@ def share(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def each_with_its_own(broadcast: bool) -> list[dict[str, torch.Tensor]]:
-    """Train one copy per rank in one process: each normalises over its own batch, all apply the mean gradient."""
+    """Train one copy per rank in one process: each normalizes over its own batch, all apply the mean gradient."""
     copies = [net() for _ in range(RANKS)]
     optimizers = [make_adam(model.parameters()) for model in copies]
     for step in range(STEPS):
@@ -436,7 +436,7 @@ def each_with_its_own(broadcast: bool) -> list[dict[str, torch.Tensor]]:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["ddp", "ddp-own-buffers", "zero2", *full("fsdp", "zero1", "gemini")])
-def test_each_rank_normalises_over_its_own_batch(name: str, tmp_path: Path) -> None:
+def test_each_rank_normalizes_over_its_own_batch(name: str, tmp_path: Path) -> None:
     """Parameters, and the buffers of each rank, equal the reference."""
     expected = each_with_its_own(broadcast=name == "ddp")
     assert not torch.equal(expected[0]["1.running_mean"], expected[1]["1.running_mean"])

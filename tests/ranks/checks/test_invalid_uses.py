@@ -261,7 +261,7 @@ class Shrinking(torch.optim.SGD):
 
 
 class Believed(torch.optim.SGD):
-    """Step along the normalised gradient of each parameter, with a false ``element_wise = True``."""
+    """Step along the normalized gradient of each parameter, with a false ``element_wise = True``."""
 
     element_wise = True
 

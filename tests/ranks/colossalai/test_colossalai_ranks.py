@@ -121,7 +121,7 @@ def test_low_level_zero_optimizer_without_a_wrapped_model() -> None:
     mixed = [*model().parameters(), nn.Parameter(torch.zeros(2).double())]
     assert_refused(
         (lambda: made(pg_to_param_list={}), "pg_to_param_list"),
-        (lambda: made(dp_process_group=replicas.get_group_along_axis(0)), "neighbours that cover all ranks"),
+        (lambda: made(dp_process_group=replicas.get_group_along_axis(0)), "neighbors that cover all ranks"),
         (lambda: LowLevelZeroOptimizer(adam(mixed)), "torch.float64"),
         (lambda: optimizer.get_param_grad(whole.first.weight), "is not in"),
     )
@@ -224,7 +224,7 @@ def test_launch_groups_and_plugins(tmp_path: Path) -> None:
     drawn = [torch.empty(3) for _ in range(ranks)]
     dist.all_gather(drawn, torch.rand(3))
     assert all(torch.equal(each, drawn[0]) for each in drawn)
-    with pytest.raises(RuntimeError, match=f"rank=0, world_size={ranks + 1}, but torch.distributed is initialised"):
+    with pytest.raises(RuntimeError, match=f"rank=0, world_size={ranks + 1}, but torch.distributed is initialized"):
         colossalai.launch(0, ranks + 1, "localhost", 29500)
     coordinator = DistCoordinator()
     assert (coordinator.rank, coordinator.world_size) == (rank, ranks) == (coordinator._rank, coordinator._world_size)

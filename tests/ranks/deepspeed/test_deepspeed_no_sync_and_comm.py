@@ -1,4 +1,4 @@
-"""``no_sync`` and ``coalesce_grad_reduction``, ``deepspeed.comm``, and initialisation of the process group."""
+"""``no_sync`` and ``coalesce_grad_reduction``, ``deepspeed.comm``, and initialization of the process group."""
 
 import copy
 import importlib
@@ -49,7 +49,7 @@ def meets_in_init(variables: dict[str, str]) -> None:
     raise SystemExit(7)
 
 
-def test_zero_init_initialises_the_process_group() -> None:
+def test_zero_init_initializes_the_process_group() -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
     process = start_process(forked(meets_in_init, variables | place))
@@ -151,7 +151,7 @@ def test_collectives_of_comm() -> None:
 
 
 def meets(rank: int, given: dict[str, Any], variables: dict[str, str]) -> None:
-    """Initialise in a separate process that no launcher started."""
+    """Initialize in a separate process that no launcher started."""
     comm = importlib.import_module("shardwise.deepspeed.comm")
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         del os.environ[name]

@@ -36,7 +36,7 @@ IN_FULL = [("ddp", "deferred"), ("zero2", "deferred"), ("zero3", "meta"), ("half
 
 @pytest.mark.parametrize(("name", "how"), [("zero1", "meta"), ("zero3", "deferred"), *full(*IN_FULL)])
 @on_ranks(2)
-def test_values_equal_the_unsharded_initialisation(name: str, how: str) -> None:
+def test_values_equal_the_unsharded_initialization(name: str, how: str) -> None:
     for kind, builder in BUILDERS.items():
         if kind == "gpt" and how == "meta":
             continue  # TinyGpt's own parameter has no reset_parameters

@@ -247,7 +247,7 @@ def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None
 
 @pytest.mark.parametrize(("ranks", "tp"), [(4, 1), (8, 2)])
 @on_ranks()
-def test_secondary_groups_are_neighbours(ranks: int, tp: int) -> None:
+def test_secondary_groups_are_neighbors(ranks: int, tp: int) -> None:
     plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=tp, secondary=2)
     mesh = Mesh.create(plan, torch.device("cpu"), GLOO.comm)
     me = mesh.mesh_group.rank

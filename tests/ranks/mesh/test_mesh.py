@@ -90,7 +90,7 @@ def test_ranks_are_split_into_shards_and_replicas(shared_memory: bool | None) ->
     ids=["data", "tensor and data"],
 )
 @on_ranks(4)
-def test_neighbouring_data_parallel_ranks_share_sequences(plan: MeshPlan) -> None:
+def test_neighboring_data_parallel_ranks_share_sequences(plan: MeshPlan) -> None:
     me, apart = dist.get_rank(), plan.tp
     other = me ^ apart
     mesh = Mesh.create(plan, CPU, COMM)
@@ -235,7 +235,7 @@ def test_launch_facts_refuse_invalid_environment(environment: Mapping[str, str],
     raises(ValueError, text, lambda: LaunchFacts.read(environment))
 
 
-def test_single_process_initialises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_initializes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         monkeypatch.delenv(name)
     device = init_distributed()

@@ -88,7 +88,7 @@ def test_group_without_this_rank_is_refused() -> None:
 
 def test_without_torch_distributed_there_are_no_groups() -> None:
     assert ranks_of("group", None) == (0,)
-    raises(ValueError, r"torch\.distributed is not initialised", lambda: create("some"))
+    raises(ValueError, r"torch\.distributed is not initialized", lambda: create("some"))
 
 
 @on_ranks(4)

@@ -1,4 +1,4 @@
-"""Collectives of late devices with the behaviour of NCCL: works on a stream of the communicator, without host waits.
+"""Collectives of late devices with the behavior of NCCL: works on a stream of the communicator, without host waits.
 
 The values travel over gloo when the work runs. Devices that wait for each other's collectives must not need a request
 of both hosts: a device goes on by itself once its host has requested nothing for a while, as a GPU does.

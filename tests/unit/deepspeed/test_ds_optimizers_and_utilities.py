@@ -268,7 +268,7 @@ def test_damaged_newest_checkpoint_raises(tmp_path: Path) -> None:
 
 INIT_REFUSES: list[tuple[Tree, type[Exception], str]] = [
     ({"mpu": object()}, ValueError, "mpu=.* has no get_data_parallel_group"),
-    ({"data_parallel_group": "some"}, ValueError, "data_parallel_group='some' but torch.distributed is not initialised"),
+    ({"data_parallel_group": "some"}, ValueError, "data_parallel_group='some' but torch.distributed is not initialized"),
     ({"sequence_data_parallel_group": "some"}, ValueError, "^sequence_data_parallel_group='some'"),
     ({"zero_param_parallel_group": "some"}, NotImplementedError, "no argument for zero_optimization.zero_hpz_partition_size"),
     ({"zero_quantized_weights": True}, NotImplementedError, "no argument for zero_optimization.zero_quantized_weights"),

@@ -225,7 +225,7 @@ def test_invalid_arguments() -> None:
     raises(TypeError, "no floating tensor", lambda: trace_memory(Returns(lambda y: y.argmax()), x))
     raises(TypeError, r"loss gave 3\.0, a float", lambda: trace_memory(Returns(lambda y: y), x, lambda m, b: 3.0))
     raises(ValueError, r"loss has the shape \(2, 4\)", lambda: trace_memory(Returns(lambda y: y), x, lambda m, b: m(b)))
-    raises(ValueError, r"0\.weight is not initialised", lambda: trace_memory(nn.Sequential(nn.LazyLinear(3)), x))
+    raises(ValueError, r"0\.weight is not initialized", lambda: trace_memory(nn.Sequential(nn.LazyLinear(3)), x))
 
 
 def test_meta_device() -> None:

@@ -55,7 +55,7 @@ def test_each_architecture_has_rules_and_a_test() -> None:
     assert set(TABLES) == set(CASES) and set(TABLES) <= set(tensor.known_architectures())
 
 
-class Quantised(nn.Linear):
+class Quantized(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).round()
 
@@ -78,8 +78,8 @@ def test_models_that_cannot_be_sharded() -> None:
     told = "encoder.layer.1.attention (BertAttention): num_attention_heads is 3, and its layers are for 6"
     assert told in message(model, 2)
     model = transformers.LlamaForCausalLM(decoder("Llama"))
-    model.model.layers[0].mlp.up_proj = Quantised(24, 22)
-    assert "a Quantised cannot be cut by columns or rows" in message(model, 2)
+    model.model.layers[0].mlp.up_proj = Quantized(24, 22)
+    assert "a Quantized cannot be cut by columns or rows" in message(model, 2)
 
 
 class Ours(transformers.LlamaModel):

@@ -4,7 +4,7 @@ DeepSpeed's universal checkpoints are read, too.
 
 ``<root>/latest`` names the directory of the newest step. That directory has ``mp_rank_00_model_states.pt`` (stage 3:
 ``zero_pp_rank_<r>_mp_rank_00_model_states.pt``) and ``[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` of every
-rank. The files are pickles with a few of DeepSpeed's classes, which are replaced by records without behaviour.
+rank. The files are pickles with a few of DeepSpeed's classes, which are replaced by records without behavior.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def _shortest(source: CheckpointSource, targets: set[str]) -> set[str]:
 
 
 _USUAL = ("embed_tokens", "lm_head")
-"""Names by which peft recognises a targeted embedding."""
+"""Names by which peft recognizes a targeted embedding."""
 _BASE = "base_model.model."
 _AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapter|lora_[A-Za-z_]+)(\..*)?$")
 

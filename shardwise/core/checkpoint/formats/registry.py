@@ -198,7 +198,7 @@ def known_formats() -> Iterator[Format]:
 
 
 def formats_at(path: Path) -> Iterator[Format]:
-    """Iterate over the formats that recognise ``path``; each may raise for damage."""
+    """Iterate over the formats that recognize ``path``; each may raise for damage."""
     is_file = path.is_file()
     return (each for each in known_formats() if each.of_file == is_file and each.is_at(path))
 
@@ -228,7 +228,7 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
 
 
 def register_format(format: Format) -> Callable[[], None]:
-    """Register a ``format``, so that its checkpoints are recognised, opened and written like ours.
+    """Register a ``format``, so that its checkpoints are recognized, opened and written like ours.
 
     Returns:
         A function that removes the format again.

@@ -48,7 +48,7 @@ def shortened(text: str, length: int = NAME_LENGTH) -> str:
 
 
 def color_of(kind: str, kinds: Sequence[str]) -> str:
-    """Return the colour of ``kind`` among all ``kinds`` of a picture."""
+    """Return the color of ``kind`` among all ``kinds`` of a picture."""
     unknown = [k for k in kinds if k not in COLORS]
     return COLORS.get(kind) or MORE_COLORS[unknown.index(kind) % len(MORE_COLORS)]
 
@@ -365,7 +365,7 @@ def draw_tiers(
 
 
 def _ink(color: str) -> str:
-    """Return black or white, depending on which is readable on the colour ``#rrggbb``."""
+    """Return black or white, depending on which is readable on the color ``#rrggbb``."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#111" if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else "#fff"
 

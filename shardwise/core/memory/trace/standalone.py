@@ -1,7 +1,7 @@
 """The memory trace of one step of any plain module, outside of training: ``trace_memory``.
 
 One real forward and backward pass (and optimizer step) is run and undone. With a new optimizer, an additional step
-comes first, since it has no state before. Model data (parameters, buffers, gradients, optimizer state) is recognised by
+comes first, since it has no state before. Model data (parameters, buffers, gradients, optimizer state) is recognized by
 its storages.
 """
 
@@ -56,12 +56,12 @@ def trace_memory(
     error. Other changes by the forward pass (a counter in an attribute) remain.
 
     Raises:
-        ValueError: a lazy module is not initialised, or the loss is not a scalar.
+        ValueError: a lazy module is not initialized, or the loss is not a scalar.
         TypeError: the loss is not a tensor.
     """
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(parameter):
-            raise ValueError(f"{name} is not initialised yet (a lazy module); run the model once before tracing it")
+            raise ValueError(f"{name} is not initialized yet (a lazy module); run the model once before tracing it")
     device = _device_of(model, batch)
     if capacity_bytes is None and device.type == "cuda":
         capacity_bytes = runtime().total_bytes(device)

@@ -3,7 +3,7 @@
 :class:`TensorTracker` counts the tensors that operations create, on any device; :class:`AllocatorTracker` queries
 CUDA's caching allocator. Both report the peak of an interval, for which a placement has to leave room.
 
-Source of the behaviour: Gemini's memory tracer, "non-model data = peak of device memory between two operations minus
+Source of the behavior: Gemini's memory tracer, "non-model data = peak of device memory between two operations minus
 model data in chunks"; counting at the dispatcher as ``torch.distributed._tools.mem_tracker`` does.
 """
 

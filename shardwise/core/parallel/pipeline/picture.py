@@ -23,7 +23,7 @@ COLORS = {
     Kind.BACKWARD: ("#54a24b", "#9ad18f"),
     Kind.WEIGHT: ("#e07b39", "#f2b284"),
 }
-"""Colours for the odd and for the even stages of a rank, counted from 1."""
+"""Colors for the odd and for the even stages of a rank, counted from 1."""
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "gradients of weights"}
 FONT = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
 WIDTH, LEFT, RIGHT, TOP, ROW, BAR, BOTTOM = 1120, 72, 20, 84, 40, 32, 16

@@ -103,7 +103,7 @@ class StageRun:
 
     Args:
         staging: the stages of this rank, installed.
-        wire: point-to-point channel to the neighbours; ``None`` if there are none.
+        wire: point-to-point channel to the neighbors; ``None`` if there are none.
         keeps_shapes: whether shapes are sent once for each shape of a micro-batch, instead of with each message.
         tell: exchanges errors at the end of a step; ``None``: errors of other ranks are not reported.
 
@@ -153,7 +153,7 @@ class StageRun:
         Raises:
             ValueError: there are more micro-batches than message tags can represent.
             Exception: the error of this rank.
-            PeerError: the error of another rank; or a neighbour is unreachable, which ends the session.
+            PeerError: the error of another rank; or a neighbor is unreachable, which ends the session.
             RuntimeError: the session is over.
         """
         if self._over is not None:
