@@ -44,11 +44,7 @@ def add_parser(commands: Any) -> None:
     add("--ranks", type=int, default=1, metavar="N", help="number of ranks")
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="bf16 and fp16 keep fp32 masters")
-    add(
-        "--offload",
-        choices=TIERS[1:],
-        help="home of masters and state, at stage 3 of parameters too (default: device)",
-    )
+    add("--offload", choices=TIERS[1:], help="home of masters, state and stage 3 parameters (default: device)")
     add("--offload-params", choices=TIERS, help="where parameters are kept at stage 3 (default: as --offload)")
     add("--optimizer", default="AdamW", metavar="NAME", help="optimizer of torch.optim")
     add("--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks")
