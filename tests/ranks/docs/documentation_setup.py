@@ -405,7 +405,7 @@ PAGES: dict[str, list[Block]] = {
         Block("session.module.eval()", before=hybrid_pages.evaluating, after=hybrid_pages.generated),
         *shown("a table, whose form tests/unit/memory/test_ledger_and_placement.py compares", "chunks"),
         Block("session = shardwise.shard(model, torch", before=hybrid_pages.staged),
-        Block("from shardwise.session", before=hybrid_pages.planned, after=hybrid_pages.ended),
+        Block("from shardwise import Settings", before=hybrid_pages.planned, after=hybrid_pages.ended),
         Block("from shardwise.plan import TensorPlan"),
         Block('plan = Settings(stage=3, precision="bf16")', before=hybrid_pages.language, after=hybrid_pages.read),
         *shown("a plan's file, which tests/unit/plan/test_plan.py reads", "stage = 3"),
