@@ -286,6 +286,7 @@ class Ranks:
         if made:
             self._own.append(self._group)
             let_go_with(self, self._own)
+            self.gather(None)  # wait for all ranks: closing a group while a peer still connects to it fails the peer
 
     @property
     def outdated(self) -> bool:

@@ -24,6 +24,7 @@ from shardwise import deepspeed
 from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, NativeSource, load, verify
 from shardwise.core.checkpoint.atomic import FileSystem, sync_path
 from shardwise.core.checkpoint.native_format import PIECE_BYTES
+from shardwise.core.checkpoint.training_run import Ranks
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
 from shardwise.session import Session, build
@@ -388,3 +389,9 @@ def test_files_are_flushed_before_the_commit_rename(session: Session, tmp_path: 
         ]
         assert after[0] == ("sync", "root"), "the name itself, before anything old is removed"
         assert (("remove", "manifest.json") in after) == again and ("remove", "manifest.json") not in before
+
+
+@on_ranks(2)
+def test_groups_that_are_dropped_at_once() -> None:
+    """``Booster(plugin=plugin).boost(model)`` drops the Booster, and its group, while peers may still connect."""
+    assert {Ranks(own=True).size for _ in range(100)} == {2}
