@@ -76,7 +76,7 @@ def other_shape(state: State, rank: int) -> State:
 
 
 MODELS: dict[Change, tuple[str, str]] = {
-    alone: (" in the state is on rank 0 and not on rank 1",) * 2,
+    alone: ("norm.running_mean in the state is on rank 0 and not on rank 1",) * 2,
     part: ("last.weight in the state is on rank 0 and not on rank 1",) * 2,
     other_values: ("a sample of the values of last.weight in the state is ",) * 2,
     other_dtype: ("dtype of last.weight in the state is 'torch.float32' on rank 1 and 'torch.float64' on rank 0",) * 2,
