@@ -155,7 +155,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 def add_parser(commands: Any) -> None:
     """Add ``checkpoint`` to the command's subparsers."""
     parser = commands.add_parser("checkpoint", **texts(__doc__))
-    actions = parser.add_subparsers(title="actions", dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION")
     inspect = _add_action(actions, "inspect", _inspect)
     _add_source(inspect, "path", "")
     inspect.add_argument("--json", action="store_true", help="print JSON")

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     about = texts(__doc__)
     parser = OneLineParser(prog="shardwise", description=about["description"], epilog=about["epilog"])
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for command in (run, env, estimate, port, trace, schedule, checkpoint):
         command.add_parser(commands)
     return parser

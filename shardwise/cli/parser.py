@@ -31,6 +31,11 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter} | options)
 
+    def add_subparsers(self, **options: Any) -> Any:
+        """Without a command, print the help."""
+        self.set_defaults(main=lambda _: self.exit(2, self.format_help()))
+        return super().add_subparsers(**options)
+
     def error(self, message: str) -> NoReturn:
         """Print ``message`` and exit with 2, as argparse does."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

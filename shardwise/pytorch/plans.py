@@ -247,9 +247,9 @@ def plan_of_ddp(
         init_sync: ranks start from rank 0's values.
         process_group, device_mesh: all ranks.
         bucket_cap_mb: MiB of fp32 gradients that are reduced together; ``None``: 25.
-        find_unused_parameters, static_graph, gradient_as_bucket_view, skip_all_reduce_unused_params, batched_grad_copy:
-            not needed: unused parameters are detected without a traversal of the graph, and neither reduced nor
-            updated; gradients are views of the buckets.
+        find_unused_parameters, skip_all_reduce_unused_params: not needed: unused parameters are detected without
+            traversing the graph, and are neither reduced nor updated.
+        static_graph, gradient_as_bucket_view, batched_grad_copy: not needed; gradients are views of the buckets.
         check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: not supported.
         mixed_precision: dtypes, as for :func:`~shardwise.pytorch.plan_of_fsdp`.
 

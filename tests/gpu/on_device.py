@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.core.optim import HybridAdam
 from shardwise.core.optim.lamb import Lamb
 from shardwise.core.optim.muon import MuonWithAuxAdam
-from shardwise.core.parallel.float8 import multiply_in_8_bits
+from shardwise.core.parallel.float8 import convert_to_float8_training
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, PlainRun, train_plain
@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "": lambda model: None,
-    "fp8": multiply_in_8_bits,
+    "fp8": convert_to_float8_training,
     "compile": compile_blocks,
     "graphs": lambda model: [block.compile(mode="reduce-overhead") for block in model.blocks],  # type: ignore[union-attr]
 }

@@ -1,4 +1,4 @@
-"""The Booster's plugins with their published arguments. ``docs/booster.md`` lists the differences."""
+"""The Booster's plugins with their published arguments. ``docs/booster-plugins.md`` lists the differences."""
 
 from __future__ import annotations
 

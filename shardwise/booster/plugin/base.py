@@ -21,7 +21,7 @@ from shardwise.booster.wrappers import ModelWrapper, give_names
 from shardwise.core.base.validate import MOST_SEED, boolean, integer, refuse
 from shardwise.core.base.validate import fraction as share
 from shardwise.core.base.warnings import warn_user
-from shardwise.core.parallel.float8 import multiply_in_8_bits
+from shardwise.core.parallel.float8 import convert_to_float8_training
 from shardwise.plan import DiskPlan, Plan
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ class ShardedPlugin(Plugin):
             )
         session = build(model, optimizer, plan, mesh)
         if getattr(self, "use_fp8", False):  # applies to the layers as they are now, sharded and cast
-            multiply_in_8_bits(model)
+            convert_to_float8_training(model)
         self.prepare(session)
         give_names(session)
         remember_session(session)

@@ -1,6 +1,6 @@
 """TorchFSDPPlugin: applies torch's ``fully_shard`` to the model, with FSDP1's published arguments translated.
 
-Source: PyTorch FSDP, arXiv 2304.11277; ``torch.distributed.fsdp``. ``docs/booster.md`` lists the differences.
+Source: PyTorch FSDP, arXiv 2304.11277; ``torch.distributed.fsdp``. ``docs/booster-plugins.md`` lists the differences.
 """
 
 from __future__ import annotations

@@ -7,26 +7,18 @@ import warnings
 from types import FrameType
 
 # A fixed `stacklevel` is wrong as soon as a call goes through a context manager, a base class or another front-end.
-LIBRARIES = frozenset(
-    {
-        __name__.partition(".")[0],
-        "abc",
-        "accelerate",
-        "concurrent",
-        "contextlib",
-        "functools",
-        "importlib",
-        "lightning",
-        "lightning_fabric",
-        "peft",
-        "pydantic",
-        "pytorch_lightning",
-        "runpy",
-        "threading",
-        "torch",
-        "transformers",
-    }
-)
+PYTHON = {"abc", "concurrent", "contextlib", "functools", "importlib", "runpy", "threading"}
+TORCH = {
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "peft",
+    "pydantic",
+    "pytorch_lightning",
+    "torch",
+    "transformers",
+}
+LIBRARIES = {__name__.partition(".")[0], *PYTHON, *TORCH}
 """Packages whose frames are not the user's program."""
 
 

@@ -139,7 +139,7 @@ class _Float8Layer(Mixin):
         return linear(x, self.weight if isinstance(self, nn.Linear) else self.weight.t(), self.bias)
 
 
-def multiply_in_8_bits(model: nn.Module) -> list[str]:
+def convert_to_float8_training(model: nn.Module) -> list[str]:
     """Make the linear layers of ``model`` multiply in 8 bits. They keep their class, parameters, names and ties.
 
     This covers ``nn.Linear`` with its own forward pass and transformers' ``Conv1D``, also when they are cut by tensor

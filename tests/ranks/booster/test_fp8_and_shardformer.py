@@ -27,7 +27,7 @@ from shardwise.booster.plugin import (
     TorchFSDPPlugin,
 )
 from shardwise.core.parallel import float8
-from shardwise.core.parallel.float8 import multiply_in_8_bits
+from shardwise.core.parallel.float8 import convert_to_float8_training
 from shardwise.core.parallel.tensor import parts_of
 from shardwise.shardformer import GradientCheckpointConfig, ShardConfig, ShardFormer
 from shardwise.shardformer.model_optimizations import FusedRmsNorm, Kernels, changed_model
@@ -86,7 +86,7 @@ def curve(name: str, on: bool, folder: str, steps: int, lr: float) -> tuple[list
             param.mul_(0.3)
     if on and name in ("ddp", "fsdp"):
         with warnings.catch_warnings(action="ignore"):
-            multiply_in_8_bits(model)
+            convert_to_float8_training(model)
     names = list(dict(model.named_parameters()))
     booster = Booster(plugin=plugin)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=lr)

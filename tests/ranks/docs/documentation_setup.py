@@ -347,6 +347,8 @@ PAGES: dict[str, list[Block]] = {
         Block("from shardwise.booster import Booster", before=_training, after=_changed),
         Block("booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
         Block("from shardwise import deferred_init", before=_deferred),
+    ],
+    "docs/shardformer.md": [
         Block("from shardwise.booster.plugin import Hyb", before=hybrid_pages.mlp, after=hybrid_pages.mlp_cut),
         Block("from shardwise.shardformer import Shard", before=hybrid_pages.alone, after=hybrid_pages.alone_cut),
     ],

@@ -1,4 +1,4 @@
-"""What the blocks of hybrid-parallel.md, booster.md, native.md and fabric.md need, and what they must have done."""
+"""What the blocks of hybrid-parallel.md, shardformer.md, native.md and fabric.md need, and what they must have done."""
 
 from pathlib import Path
 from typing import Any

@@ -293,6 +293,14 @@ def test_unresolvable_rendezvous_endpoint(monkeypatch: pytest.MonkeyPatch, capsy
     raises(BadInput, own, _check, monkeypatch, two + "host0:1 --node-rank 0", {"this-host"})
 
 
+@pytest.mark.parametrize("arguments", [[], ["checkpoint"]])
+def test_without_a_command_help_is_printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    told = capsys.readouterr().err
+    assert told.startswith(" ".join(["usage: shardwise", *arguments])) and "examples:" in told
+
+
 COMMANDS = ["schedule", "trace", "checkpoint inspect", "checkpoint inspect --json", "port"]
 
 

@@ -1,7 +1,7 @@
 """Tests of FP8 linear layers, of casts of nested containers, and of fused norms.
 
 - ``product`` and ``linear`` match the same products of the rounded numbers in fp32; gradients are within their bounds.
-- ``multiply_in_8_bits`` converts the supported layers, and parameters, hooks and classes are unchanged.
+- ``convert_to_float8_training`` converts the supported layers, and parameters, hooks and classes are unchanged.
 - ``cast_floats`` casts floating-point tensors only, and containers keep their class.
 - Fused norms of Hugging Face models: which are replaced, and that they compute the same.
 """
@@ -24,7 +24,15 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.engine.mixed_precision import cast_floats, map_tensors
 from shardwise.core.parallel import float8
-from shardwise.core.parallel.float8 import GRADIENTS, VALUES, Scaled, linear, multiply_in_8_bits, product, scaled
+from shardwise.core.parallel.float8 import (
+    GRADIENTS,
+    VALUES,
+    Scaled,
+    convert_to_float8_training,
+    linear,
+    product,
+    scaled,
+)
 from shardwise.shardformer import ShardConfig, model_optimizations
 from shardwise.shardformer.model_optimizations import Kernels, changed_model, kernels_of
 from tests.support.tensor_cases import decoder
@@ -153,7 +161,7 @@ def test_which_layers_are_converted() -> None:
     hooked: list[Any] = []
     model.conv.register_forward_hook(lambda *_: hooked.append(1))
     with pytest.warns(UserWarning, match=r"8 bits of a Net: 1 layers stay as they are \(narrow\)"):
-        assert multiply_in_8_bits(model) == ["conv", "inner.1", "head"]
+        assert convert_to_float8_training(model) == ["conv", "inner.1", "head"]
     assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
     assert {id(p) for p in model.parameters()} == held
     assert model.head.weight is model.embedding.weight
@@ -170,7 +178,7 @@ def test_which_layers_are_converted() -> None:
         x = torch.randn(3, model.head.in_features)
         assert type(same) is type(model.head) and torch.equal(same(x), model.head(x))
     with pytest.warns(UserWarning, match=r"1 layers stay as they are \(narrow\)"):
-        assert multiply_in_8_bits(model) == []  # the layers that are converted already
+        assert convert_to_float8_training(model) == []  # the layers that are converted already
     assert torch.equal(model(ids), found)
     found.square().mean().backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())

@@ -121,13 +121,14 @@ def missing(names: Iterable[str], text: str) -> list[str]:
     return [name for name in names if name not in ("self", "args", "kwargs") and not re.search(rf"\b{name}\b", text)]
 
 
+PLUGINS = "booster-plugins.md"
 ZERO = "LowLevelZeroPlugin"
 """Its section describes the loss scale, which the sections of the other plugins do not repeat."""
 PLANS = ("plan_of_ddp", "plan_of_fsdp", "plan_of_fully_shard")
 PAGES: list[tuple[Callable[..., object], Callable[[], str]]] = [
-    *((getattr(plugin, n), partial(section, "booster.md", n)) for n in (ZERO, "TorchDDPPlugin", "TorchFSDPPlugin")),
-    (plugin.GeminiPlugin, lambda: section("booster.md", "GeminiPlugin") + section("booster.md", ZERO)),
-    (plugin.HybridParallelPlugin, lambda: section("booster.md", "HybridParallelPlugin") + section("booster.md", ZERO)),
+    *((getattr(plugin, n), partial(section, PLUGINS, n)) for n in (ZERO, "TorchDDPPlugin", "TorchFSDPPlugin")),
+    (plugin.GeminiPlugin, lambda: section(PLUGINS, "GeminiPlugin") + section(PLUGINS, ZERO)),
+    (plugin.HybridParallelPlugin, lambda: section(PLUGINS, "HybridParallelPlugin") + section(PLUGINS, ZERO)),
     *((getattr(shardwise.pytorch, name), partial(section, "from-torch.md", f"`{name}`")) for name in PLANS),
     *((call, lambda: section("checkpoints.md", "Arguments")) for call in (Checkpointer.save, Checkpointer.load)),
 ]
