@@ -349,7 +349,7 @@ PAGES: dict[str, list[Block]] = {
         Block("from shardwise import deferred_init", before=_deferred),
     ],
     "docs/shardformer.md": [
-        Block("from shardwise.booster.plugin import Hyb", before=hybrid_pages.mlp, after=hybrid_pages.mlp_cut),
+        Block("from shardwise.booster import Booster", before=hybrid_pages.mlp, after=hybrid_pages.mlp_cut),
         Block("from shardwise.shardformer import Shard", before=hybrid_pages.alone, after=hybrid_pages.alone_cut),
     ],
     "docs/checkpoint-format.md": [Block("import json", after=_read_by_itself)],
