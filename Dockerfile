@@ -4,7 +4,7 @@
 #   docker build --build-arg TORCH_INDEX=... -t shardwise:cpu . && docker run shardwise:cpu
 FROM python:3.12-slim
 ARG TORCH_INDEX
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch>=2.11,<2.16"
 COPY pyproject.toml README.md LICENSE /src/
 COPY shardwise /src/shardwise
 RUN pip install --no-cache-dir "/src[hf,lightning]" && rm -rf /src

@@ -13,10 +13,10 @@ from shardwise.core.memory.trace.tracker import Tracker
 IDLE_ARRAYS = "idle arrays"
 
 ADVICE = {
-    "parameter shards": "offload parameters to the host (param_host_fraction, offload_param_frac)",
-    "gathered parameters": "keep fewer parameters gathered (shard_param_frac=1.0), use smaller units, prefetch less",
-    "gradients": "use smaller chunks, and offload state and gradient shards to the host (state_host_fraction)",
-    "masters and optimizer state": "offload it to the host or a disk (state_host_fraction, offload_optim_frac)",
+    "parameter shards": "store parameters in host memory (offload_params, offload_param_frac)",
+    "gathered parameters": "shard all parameters (stage 3, shard_param_frac=1.0), use smaller units, prefetch less",
+    "gradients": "use smaller chunks; store gradient shards with optimizer state in host memory (offload)",
+    "masters and optimizer state": "store masters and optimizer state in host memory or on a disk (offload, offload_optim_frac)",
     "buffers": "compute large masks and tables where they are used instead of keeping them (register_buffer)",
     NON_MODEL: "use activation checkpointing or a smaller micro-batch",
 }
