@@ -50,7 +50,8 @@ def load(args: argparse.Namespace, text: str) -> tuple[torch.nn.Module, PreTrain
         return AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=512, special_tokens=["<unk>", "<eos>"]))
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<unk>", "<eos>"], show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     torch.manual_seed(0)  # the same values on every rank
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=512, bos_token_id=1, eos_token_id=1, **sizes))

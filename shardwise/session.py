@@ -453,7 +453,8 @@ def _optimizers_of(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
         TypeError, ValueError: see :func:`build`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={short_repr(model)} is not a torch.nn.Module; give an instance, not the class")
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"model is {kind}, not a torch.nn.Module: call shard(model, optimizer) with the model itself")
     if optimizer is None:
         return []
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, str)

@@ -119,7 +119,7 @@ def config(arguments: list[str]) -> dict[str, Any]:
             fail(f"--{name} {options[name]}: give a number from {least} to {most}")
     most = 4 * threads_per_rank(1)
     if options["nproc"] > most:
-        fail(f"--nproc {options['nproc']}: too many ranks for this machine (4 for each core); give a number of at most {most}")
+        fail(f"--nproc {options['nproc']}: too many ranks for this machine; give at most {most}, 4 for each core")
     width, depth, heads, nproc = (options[name] for name in ("width", "depth", "heads", "nproc"))
     if width % (2 * heads) or parameters(width, depth) > MOST_PARAMETERS:
         fail(f"--width {width} --depth {depth}: give a multiple of 2 x --heads ({2 * heads}), at most 10^12 parameters")

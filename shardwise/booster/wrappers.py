@@ -147,7 +147,7 @@ class OptimizerWrapper(OptimizerFacade):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run ``loss.backward()``, with the loss scale if there is one."""
-        check_tensor("loss", loss, "the scalar that the model's forward pass led to")
+        check_tensor("loss", loss, "a scalar tensor that was computed from the model's outputs (not loss.item())")
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:

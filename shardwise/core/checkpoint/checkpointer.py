@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardwise.core.base.validate import MOST_STEP, as_path, boolean, integer
+from shardwise.core.base.validate import MOST_STEP, as_path, boolean, check_type, integer
 from shardwise.core.checkpoint.async_save import AsyncSaver, HostSnapshot
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.directory import CheckpointRoot, check_tag
@@ -83,6 +83,7 @@ class Checkpointer:
         if keep is not None:
             integer("keep", keep, 1, what="how many checkpoints remain (None: all),")
         boolean("use_async", use_async)
+        check_type("lr_schedulers", lr_schedulers, Sequence, "a list of schedulers")
         step = self.steps if step is None else integer("step", step, 0, MOST_STEP)
         tag = check_tag(f"step-{step}" if tag is None else tag)
         root = as_path("root", root, "the directory of checkpoints")
@@ -180,6 +181,7 @@ class Checkpointer:
             ValueError: names, shapes or classes do not fit; nothing was changed.
         """
         root = as_path("root", root, "the directory of checkpoints")
+        check_type("lr_schedulers", lr_schedulers, Sequence, "a list of schedulers")
         self.wait_for_saves()
         with self._run.doing(f"loading checkpoint {tag!r} of {root}"):
             restored = restore(self._run, root, tag, strict, lr_schedulers, Fit(rename, rows), check)

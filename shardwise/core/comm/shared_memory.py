@@ -552,7 +552,8 @@ class SharedGroup(Group):
         states = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
         raise PeerError(
             f"{what} in group {self.name!r}: rank {self.rank} waited {waited_s:.1f} s for ranks {waited_for} of "
-            f"{self.size} ({states}). Look at the first error of those ranks; the time-out is {limit_s:g} s"
+            f"{self.size} ({states}). Look at the first error of those ranks. A rank that ended without an error "
+            f"had fewer batches: give all ranks equally many. The time-out is {limit_s:g} s"
             f"{'' if limit is None else ' (wait_timeout_s of the comm plan)'}" + self.around(waited_for)
         )
 
@@ -565,7 +566,7 @@ class SharedGroup(Group):
         gone."""
         pid, started = self._processes[rank]
         if not is_running(pid, started):
-            return f"(process {pid}) died"
+            return f"(process {pid}) has ended"
         state = self._words[rank][STATE]
         if state == FAILED:
             return "has failed in this group" if failed else ""

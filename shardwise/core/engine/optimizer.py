@@ -381,7 +381,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             torch.autograd.backward(tensor, grad * factor if factor != 1.0 else grad)
 
     def _check_no_stages(self, tensor: object, name: str) -> None:
-        check_tensor(name, tensor, "the tensor that the model's forward pass led to")
+        check_tensor(name, tensor, "a tensor that was computed from the model's outputs (not loss.item())")
         staging = self._shards.partition.staging
         if staging is not None:
             raise RuntimeError(

@@ -16,7 +16,7 @@ ADVICE = {
     "parameter shards": "store parameters in host memory (offload_params, offload_param_frac)",
     "gathered parameters": "shard all parameters (stage 3, shard_param_frac=1.0), use smaller units, prefetch less",
     "gradients": "use smaller chunks; store gradient shards with optimizer state in host memory (offload)",
-    "masters and optimizer state": "store masters and optimizer state in host memory or on a disk (offload, offload_optim_frac)",
+    "masters and optimizer state": "store optimizer state in host memory or on a disk (offload, offload_optim_frac)",
     "buffers": "compute large masks and tables where they are used instead of keeping them (register_buffer)",
     NON_MODEL: "use activation checkpointing or a smaller micro-batch",
 }

@@ -6,7 +6,8 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from numbers import Integral
@@ -209,7 +210,8 @@ def _store(facts: LaunchFacts, timeout: timedelta) -> Store:
     """Return the rendezvous store of the launcher, which torch would use, too."""
     if "MASTER_ADDR" not in os.environ:
         raise ValueError(f"RANK and WORLD_SIZE are set in the environment, but MASTER_ADDR is not; {START}")
-    store, _, _ = next(rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))
+    with _all_started(facts):
+        store, _, _ = next(rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore(f"shardwise/{next(_meetings)}", store)
 
@@ -241,7 +243,7 @@ def _agreed(facts: LaunchFacts, store: Store, device: torch.device | str | None,
 
 def _exchange(facts: LaunchFacts, store: Store, mine: dict[str, object]) -> list[dict[str, Any]]:
     """Return every rank's message by rank. Rank 0 collects them, so that each rank reads from the store once."""
-    try:
+    with _all_started(facts):
         store.set(f"device/{facts.rank}", json.dumps(mine))
         if facts.rank == 0:
             everything = [json.loads(store.get(f"device/{rank}")) for rank in range(facts.world_size)]
@@ -251,6 +253,12 @@ def _exchange(facts: LaunchFacts, store: Store, mine: dict[str, object]) -> list
         if facts.rank == 0:  # rank 0 may host the store, and must not end before all ranks have read it
             store.wait([f"read/{rank}" for rank in range(facts.world_size)])
         return devices
+
+
+@contextmanager
+def _all_started(facts: LaunchFacts) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise PeerError(
             f"rank {facts.rank} of {facts.world_size}: not all ranks have started: {error}. Look at the first error of "

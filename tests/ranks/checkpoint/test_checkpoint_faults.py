@@ -134,6 +134,8 @@ def test_invalid_checkpointer_calls_raise(session: Session, tmp_path: Path) -> N
     raises(ValueError, "keep=0", lambda: saver.save(tmp_path, "a", keep=0))
     (tmp_path / "mine").mkdir()
     raises(ValueError, "not a checkpoint", lambda: saver.save(tmp_path, "mine"))
+    alone = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)]))
+    raises(TypeError, "lr_schedulers=.*: give a list", lambda: saver.save(tmp_path, "a", lr_schedulers=alone))
     raises(CheckpointError, "TypeError: user_state is a set", lambda: saver.save(tmp_path, "a", user_state={1}))
     assert sorted(os.listdir(tmp_path)) == ["mine"]
     raises(FileNotFoundError, "no checkpoint in", lambda: saver.load(tmp_path))

@@ -89,10 +89,10 @@ def test_dead_rank_fails_the_exchange_on_all_ranks(tmp_path: Path) -> None:
     [
         (
             partial(_death, "shared", "all_reduce"),
-            ("all_reduce of buffer 0 (3000 x torch.float32), sequence 1", "rank 1 (process", "died"),
+            ("all_reduce of buffer 0 (3000 x torch.float32), sequence 1", "rank 1 (process", "has ended"),
         ),
         *full(
-            (partial(_death, "shared", "fence"), ("barrier number 3", "rank 1 (process", "died")),
+            (partial(_death, "shared", "fence"), ("barrier number 3", "rank 1 (process", "has ended")),
             (partial(_death, "gloo", "all_reduce"), ("all_reduce of 3000 x torch.float32", "rank 1")),
         ),
     ],
@@ -159,7 +159,7 @@ def test_error_names_the_purposes_of_all_ranks(kind: str) -> None:
             f"rank {rank}: {what} of a model ({length} values)" for rank, (what, length) in enumerate(calls[:size])
         )
         for text in run_ranks(size, other_purposes, kind, calls[:size]):
-            assert f"group 'test': the ranks came to exchange different things: {expected}; meet next time" in text
+            assert f"group 'test': the ranks made different calls: {expected}; meet next time" in text
     norm, gather = calls[0], calls[2]
     for text in run_ranks(3, other_purposes, kind, [norm, gather, norm]):
         assert "ranks [0, 2]: the gradient norm of a model (1 values); rank 1: what to gather of a model (30" in text

@@ -176,10 +176,13 @@ def test_local_rank_under_slurm() -> None:
     assert LaunchFacts.read(SLURM).local_rank == 9
 
 
-def test_a_missing_rank_times_out() -> None:
+def test_a_missing_rank_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store, facts = dist.HashStore(), LaunchFacts.read({"RANK": "0", "WORLD_SIZE": "2"})
     store.set_timeout(timedelta(milliseconds=50))
     raises(PeerError, "rank 0 of 2: not all ranks have started", launch._exchange, facts, store, {})
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    raises(PeerError, "rank 0 of 2: not all ranks have started", launch._store, facts, timedelta(seconds=1))
 
 
 CPU = torch.device("cpu")

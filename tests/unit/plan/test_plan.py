@@ -321,7 +321,7 @@ NOT_FITTING: list[tuple[type[Exception], dict[str, Any], str]] = [
     (TypeError, {"zzz": 1}, r"zzz=1 is not a setting of shard\(\): use stage, precision"),
     (TypeError, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4 .* several times before step"),
     (TypeError, {"max_grad_norm": 1.0}, r"max_grad_norm=1\.0 is not .*: use max_norm=1\.0"),
-    (TypeError, {"model": None}, "model=None is not a torch.nn.Module; give an instance, not the class"),
+    (TypeError, {"model": None}, "model is a NoneType, not a torch.nn.Module: call shard"),
     (TypeError, {"optimizer": "adam"}, "optimizer='adam' is not a torch.optim.Optimizer; give one, several or None"),
     (TypeError, {"optimizer": torch.optim.AdamW}, r"optimizer=AdamW is a class: give AdamW\(model"),
     (TypeError, {"plan": {"stage": 3}}, r"plan=\{'stage': 3\} is not a Plan, nor the path of a .toml or .json file"),

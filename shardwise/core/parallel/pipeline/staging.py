@@ -325,8 +325,8 @@ class Staging:
         if not self._running:
             raise RuntimeError(
                 f"this rank has {len(self.own)} of the {self.stages} stages of the {type(self.model).__name__}, so it "
-                "cannot be called: make its passes with execute_pipeline(), or pipeline.step() of the session, under "
-                "torch.no_grad() forward ones alone"
+                "cannot be called: call session.pipeline.step(batch, criterion), or the Booster's execute_pipeline(). "
+                "Under torch.no_grad() they run only the forward pass"
             )
         check_of_all_layers(kwargs, type(self.model).__name__)
         if "use_cache" in self._model_names:
