@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import collectively, ranks_of
 from shardwise.core.deferred.construction import paused
 from shardwise.core.mesh import default_device, init_distributed
+from shardwise.core.mesh.launch import check_known_ranks
 from shardwise.deepspeed.backward_passes import drop_after_passes
 from shardwise.deepspeed.config import AssertedError, Settings, load_config, read_config
 from shardwise.deepspeed.config_object import required_batch
@@ -82,6 +84,7 @@ def initialize(
         ValueError: no model, no configuration or several, an invalid configuration (see
             :func:`~shardwise.deepspeed.config.read_config`), or one that contradicts ``tp_model_init``.
         NotImplementedError: the configuration or ``mpu`` asks for something that is not available.
+        RuntimeError: accelerate was initialized without the other ranks, so each rank would get all batches.
     """
     if model is None:
         raise AssertedError(f"model={model}: give the module to train")
@@ -94,6 +97,10 @@ def initialize(
         )
     if dist_init_required is not False:
         init_distributed()
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    if state is not None and state._shared_state:  # without these, accelerate is not in use
+        without_gpu = "call accelerate.PartialState(cpu=True) before Accelerator or TrainingArguments"
+        check_known_ranks("accelerate", state().num_processes, without_gpu)
     group, model_axis = groups_of(mpu, model)
     ranks = len(ranks_of("group", group))
     settings = read_config(with_tp_size(_with_mesh(_chosen(args, config, config_params), mesh_param), model))

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
@@ -23,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.core.base.validate import check_type
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh import Mesh
-from shardwise.core.mesh.launch import read_variable
+from shardwise.core.mesh.launch import check_known_ranks, read_variable
 from shardwise.huggingface.state_hooks import loading_hooks, saving_hooks
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, ShardedModule, ShardedOptimizer, build
@@ -98,16 +97,9 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """Check that the launcher's variables, by which accelerate divides batches, have the ranks of the process
-        group.
-        """
-        met = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if self.num_processes != met:
-            raise RuntimeError(
-                f"torch.distributed has {met} ranks, but accelerate knows of {self.num_processes}, so each rank would "
-                "get all batches. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before the first use "
-                "of accelerate (TrainingArguments is one), as torchrun and 'shardwise run' do"
-            )
+        """Check that accelerate, which divides batches, knows of all ranks of the process group."""
+        without_gpu = "call accelerate.PartialState(cpu=True) before Accelerator or TrainingArguments"
+        check_known_ranks("accelerate", self.num_processes, without_gpu)
 
     # ---- prepare
 

@@ -31,10 +31,16 @@ Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
 def start_ranks() -> torch.device:
-    """Create the process group from the launcher's variables if it does not exist. Return this process's device."""
-    from shardwise.core.mesh.launch import init_distributed
+    """Create the process group from the launcher's variables if it does not exist. Return this process's device.
 
-    return init_distributed()
+    Raises:
+        RuntimeError: the launcher started several processes, and the process group has one rank.
+    """
+    from shardwise.core.mesh.launch import check_joined, init_distributed
+
+    device = init_distributed()
+    check_joined()
+    return device
 
 
 def all_ranks() -> tuple[int, int]:

@@ -315,6 +315,26 @@ def check_joined(size: int | None = None) -> None:
         )
 
 
+def check_known_ranks(library: str, known: int, without_gpu: str) -> None:
+    """Check that a library that divides batches knows of all ranks of the process group.
+
+    Args:
+        library: its name.
+        known: number of ranks among which it divides batches.
+        without_gpu: what to do in addition on CPUs.
+
+    Raises:
+        RuntimeError: the process group has another number of ranks. Every rank raises it.
+    """
+    met = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if known != met:
+        raise RuntimeError(
+            f"torch.distributed has {met} ranks, but {library} knows of {known}, so each rank would get all batches. "
+            f"Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before the first use of {library}, as "
+            f"torchrun and 'shardwise run' do. Without a GPU, {without_gpu}"
+        )
+
+
 def forget_launcher() -> None:
     """Remove the variables of the launcher that started the parent process, which does not know this process."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

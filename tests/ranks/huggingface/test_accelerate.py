@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import assert_close
+from tests.support.ds_setup import close, ds_config, start
 from tests.support.huggingface_setup import RANKS, launched, quiet
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
@@ -319,3 +320,5 @@ def test_ranks_unknown_to_accelerate_are_an_error() -> None:
             os.environ.pop(name)
         words = r"torch.distributed has 2 ranks, but accelerate knows of 1[\s\S]*LOCAL_RANK"
         raises(RuntimeError, words, accelerator_of, zero(2))
+        raises(RuntimeError, words + r"[\s\S]*PartialState\(cpu=True\)", start, line(1.0), ds_config(1))
+    close(start(line(1.0), ds_config(1)))  # accelerate's state was reset: it is not in use

@@ -155,15 +155,7 @@ def test_launched_program_trains_as_a_plain_one(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(LAUNCH_PROGRAM)
     (tmp_path / "ds.json").write_text(FILE)
     given = ["--use_deepspeed", "--num_processes", "2", "--deepspeed_config_file", "ds.json"]
-    command = [
-        sys.executable,
-        "-m",
-        "shardwise.cli.run_as_library",
-        "deepspeed",
-        "-m",
-        "accelerate.commands.launch",
-        *given,
-    ]
+    launch = ["shardwise.cli.run_as_library", "deepspeed", "-m", "accelerate.commands.launch", *given]
     environment = {
         name: value for name, value in without_launcher(os.environ).items() if not name.startswith("ACCELERATE_")
     }
@@ -171,7 +163,7 @@ def test_launched_program_trains_as_a_plain_one(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ended = subprocess.run(
-        [*command, "--main_process_port", port, "program.py", str(tmp_path / "found.pt")],
+        [sys.executable, "-m", *launch, "--main_process_port", port, "program.py", str(tmp_path / "found.pt")],
         cwd=tmp_path,
         env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")},
         capture_output=True,

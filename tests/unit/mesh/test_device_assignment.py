@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise import deepspeed
 from shardwise.booster import Booster
-from shardwise.booster.plugin import LowLevelZeroPlugin
+from shardwise.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import LaunchFacts, Mesh, default_device, gloo_addresses, launch
 from shardwise.core.mesh.device_assignment import decide
@@ -204,6 +204,14 @@ def by_booster(model: nn.Module) -> None:
     Booster(plugin=LowLevelZeroPlugin(stage=1, precision="fp32")).boost(model, sgd(model))
 
 
+def by_ddp(model: nn.Module) -> None:
+    Booster(plugin=TorchDDPPlugin()).boost(model, sgd(model))
+
+
+def by_fsdp(model: nn.Module) -> None:
+    Booster(plugin=TorchFSDPPlugin()).boost(model, sgd(model))
+
+
 def by_deepspeed(model: nn.Module) -> None:
     config = {"train_batch_size": 2, "zero_optimization": {"stage": 1}}
     deepspeed.initialize(model=model, optimizer=sgd(model), config=config, dist_init_required=False)
@@ -264,7 +272,7 @@ def launched() -> Iterator[None]:
 
 DOORS: list[Callable[[nn.Module], None]] = [by_build, by_replicated_build, by_deepspeed, by_lightning]
 DOORS += [by_trainer, by_fabric, by_huggingface]
-MEETING = [by_booster, by_the_older_interface, by_accelerate]
+MEETING = [by_booster, by_ddp, by_fsdp, by_the_older_interface, by_accelerate]
 
 
 @pytest.fixture
@@ -282,7 +290,7 @@ def test_ranks_without_a_process_group_do_not_train_alone(door: Callable[[nn.Mod
     assert model.weight.grad is not None, "the model is as it was"
 
 
-@pytest.mark.parametrize("door", [*DOORS, by_booster, by_the_older_interface])
+@pytest.mark.parametrize("door", [*DOORS, by_booster, by_ddp, by_fsdp, by_the_older_interface])
 def test_a_process_group_of_one_rank_is_refused(
     door: Callable[[nn.Module], None], launched: None, group_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
