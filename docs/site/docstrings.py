@@ -10,20 +10,51 @@ import importlib
 import inspect
 import re
 from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import griffe
 
-__all__ = ["Docstrings", "apart", "plain"]
+__all__ = ["Docstrings", "apart", "documented", "plain"]
+
+ROOT = Path(__file__).parents[2]
+MADE_BY_SESSIONS = {
+    "shardwise.session.Session",
+    "shardwise.core.engine.module.ShardedModule",
+    "shardwise.core.engine.optimizer.ShardedOptimizer",
+    "shardwise.core.engine.pipeline_steps.PipelineSteps",
+}
+"""Classes whose constructors users do not call."""
 
 COMPOSED = ("shardwise.booster.plugin.", "shardwise.strategies.")
 """Where classes get texts of their arguments when they are made (shardwise/compat/arguments.py)."""
 SECTION = re.compile(r"^(?:Args|Attributes):\n(?:(?:    .*)?(?:\n|\Z))+", re.MULTILINE)
 
 
+@cache
+def documented() -> dict[str, str]:
+    """The path of each name that a page of the reference documents."""
+    paths: dict[str, str] = {}
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        for path, members in re.findall(
+            r"(?m)^::: (\S+)(?:\n    options: .*members: \[(.+?)\])?", page.read_text("utf-8")
+        ):
+            own = path.rpartition(".")[2]
+            paths |= {own: path} if own[0].isupper() or not members else {n: f"{path}.{n}" for n in members.split(", ")}
+    return paths
+
+
+def _link(role: re.Match[str]) -> str:
+    name = role[1].rpartition(".")[2]
+    path = documented().get(name, "")
+    full = role[1].startswith("~shardwise") or role[1] == name
+    return f"[`{name}`][{path}]" if path and full else f"`{role[1].lstrip('~')}`"
+
+
 def plain(text: str) -> str:
-    """References to other names are these names; those to notes in the code are left out."""
-    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", re.sub(r"\s*See \[Note: [^\]]*\]\.", "", text))
+    """References to names are links where the reference documents them; those to notes in the code are left out."""
+    return re.sub(r":\w+:`([^`]+)`", _link, re.sub(r"\s*(?:See )?\[Note: [^\]]*\]\.?", "", text))
 
 
 def apart(text: str) -> str:
@@ -50,7 +81,10 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **_: Any) -> None:
         if obj.docstring is None:
             return
-        text = obj.docstring.value
+        text = "" if obj.is_module else obj.docstring.value
+        if obj.path in MADE_BY_SESSIONS:
+            obj.members.pop("__init__", None)
+            text = SECTION.sub("", text)
         if obj.is_class and obj.path.startswith(COMPOSED):
             text = _composed(obj.path)
         obj.docstring.value = apart(plain(text))

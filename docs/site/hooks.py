@@ -35,13 +35,19 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Make links between docs/ and the root right in the site, too; leave the pages on internals out of the search."""
-    if page.file.src_uri.startswith("inside/"):
-        page.meta["search"] = {"exclude": True}
+    uri = page.file.src_uri
+    page.meta["search"] = {"exclude": True} if uri.startswith("inside/") else {"boost": _boost(uri)}
     if page.file.src_uri in OUTSIDE:
         return markdown.replace("](docs/", "](")
     markdown = re.sub(r"\]\(\.\./(examples/[\w/]+)\.py\)", r"](\1.md)", markdown)
     markdown = markdown.replace(f"](../{NOTEBOOK})", f"]({NOTEBOOK})")
     return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)
+
+
+def _boost(uri: str) -> float:
+    """How high the search ranks a page: the sources of examples and tables of names come after the guides."""
+    last = ("examples/", "porting-", "architecture", "checkpoint-format", *OUTSIDE)
+    return 2.0 if uri == "troubleshooting.md" else 0.2 if uri.startswith(last) else 0.5 if "reference/" in uri else 1.0
 
 
 class _Fetches(HTMLParser):

@@ -31,7 +31,8 @@ def pages_of(entries: list[Any]) -> list[str]:
 
 
 def test_navigation_has_every_page_once() -> None:
-    pages = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2].partition("\nnot_in_nav:")[0]
+    pages = pages_of(yaml.safe_load(nav))
     internals = {path.name for path in (DOCS / "inside").glob("*.md")} - {"index.md"}
     there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | OUTSIDE
     assert pages[0] == "index.md" and len(pages) == len(set(pages))
@@ -60,6 +61,18 @@ def test_reference_names_exist() -> None:
         module, _, name = path.rpartition(".")
         if path != "shardwise.lightning":  # optional packages may be missing here
             assert hasattr(importlib.import_module(module), name) or importlib.import_module(path), path
+
+
+PUBLIC = ["", ".booster", ".booster.plugin", ".plan", ".huggingface", ".metrics", ".deepspeed", ".pytorch", ".testing"]
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_reference_has_every_public_name(package: str) -> None:
+    pytest.importorskip("accelerate")
+    text = "".join(path.read_text("utf-8") for path in (DOCS / "reference").glob("*.md"))
+    names = importlib.import_module(f"shardwise{package}").__all__
+    whole = f"::: shardwise{package}\n    options: {{show_root_heading: false, show_root_toc_entry: false}}" in text
+    assert whole or [name for name in names if name != "__version__" and not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_pages_load_no_external_resources() -> None:
