@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from shardwise.core.checkpoint.formats import open_checkpoint, open_huggingface, write_huggingface
+from shardwise.core.checkpoint.formats import open_checkpoint, open_huggingface, write_checkpoint, write_huggingface
 from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from tests.support.formats_setup import differing, odd_source, same_bits
@@ -124,3 +124,8 @@ def test_damaged_directories_name_the_file(tmp_path: Path) -> None:
     index = tmp_path / "out" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
     raises(CheckpointError, "outside", lambda: open_huggingface(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("call", [open_checkpoint, lambda path: write_checkpoint(odd_source(), path, "dcp")])
+def test_urls_are_refused(call: Any) -> None:
+    raises(ValueError, "is a URL.*Object stores", call, Path("memory://runs"))

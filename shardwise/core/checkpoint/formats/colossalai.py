@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base.validate import as_path
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.formats.atomic_files import MEGABYTE, write_json, write_shards, write_torch
 from shardwise.core.checkpoint.formats.huggingface import as_configs
@@ -176,7 +177,7 @@ def write_colossalai_model(
         NotADirectoryError: ``path`` is a file.
         ValueError: the shard size is not positive.
     """
-    target = Path(path)
+    target = Path(as_path("path", path))
     entries = model_entries(source, dtype, tied=True)
     if not entries:
         raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no model tensors")
@@ -223,7 +224,7 @@ def write_colossalai_optimizer(
         NotADirectoryError: ``path`` is a file.
         ValueError: the shard size is not positive.
     """
-    target = Path(path)
+    target = Path(as_path("path", path))
     state, groups = to_numbered(source, index)
     if not any(group["params"] for group in groups):
         raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no optimizer {index}")

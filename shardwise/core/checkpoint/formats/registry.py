@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base.validate import as_path
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.formats.colossalai import (
     find_parts,
@@ -224,7 +225,7 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
     for name, value in options.items():
         if name not in chosen.options:
             raise ValueError(f"{name}={value!r:.80}: format {format} has no such option; leave it out")
-    chosen.write(source, path, **options)
+    chosen.write(source, as_path("path", path), **options)
 
 
 def register_format(format: Format) -> Callable[[], None]:
@@ -339,7 +340,7 @@ def open_checkpoint(
 
 def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenSource:
     optimizer = options.optimizer
-    place = located(Path(path))
+    place = located(Path(as_path("path", path)))
     name = format or detect_format(place)
     if place.is_file() and place.name.endswith(".json") and name != "colossalai":
         place = place.parent
