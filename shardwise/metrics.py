@@ -77,7 +77,8 @@ class Metrics:
         self.skipped_steps += optimizer.last_step_skipped
         if self.steps % self._every:
             return {}
-        values = {"loss": float(loss), "lr": float(optimizer.param_groups[0]["lr"])}  # waits for a GPU
+        lr = float(optimizer.param_groups[0]["lr"])
+        values = {"loss": float(torch.as_tensor(loss).detach()), "lr": lr}  # waits for a GPU
         values |= {"grad_norm": optimizer.get_grad_norm(), "loss_scale": optimizer.loss_scale}
         values |= {"skipped_steps": self.skipped_steps, **self._bytes()}
         now = time.perf_counter()

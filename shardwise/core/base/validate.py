@@ -181,10 +181,7 @@ def as_path(name: str, value: object, what: str = "a path") -> str:
     if not isinstance(value, str | os.PathLike) or not isinstance(path := os.fspath(value), str):
         raise TypeError(f"{name}={short_repr(value)}: give {what}, as str or pathlib.Path")
     if path.partition("/")[0][2:].endswith(":"):  # pathlib makes s3:/name of s3://name
-        raise ValueError(
-            f"{name}={short_repr(value)} is a URL, and checkpoints are directories of a local or mounted file system. "
-            'Give one of these, and copy it as docs/checkpoints.md ("Object stores") shows'
-        )
+        raise ValueError(f"{name}={short_repr(value)} is a URL: give a local path, and copy it (docs/checkpoints.md)")
     return path
 
 

@@ -128,4 +128,4 @@ def test_damaged_directories_name_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", [open_checkpoint, lambda path: write_checkpoint(odd_source(), path, "dcp")])
 def test_urls_are_refused(call: Any) -> None:
-    raises(ValueError, "is a URL.*Object stores", call, Path("memory://runs"))
+    raises(ValueError, "is a URL: give a local path", call, Path("memory://runs"))

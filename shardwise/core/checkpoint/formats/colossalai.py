@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.validate import as_path
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.formats.atomic_files import MEGABYTE, write_json, write_shards, write_torch
 from shardwise.core.checkpoint.formats.huggingface import as_configs
@@ -177,7 +176,7 @@ def write_colossalai_model(
         NotADirectoryError: ``path`` is a file.
         ValueError: the shard size is not positive.
     """
-    target = Path(as_path("path", path))
+    target = Path(path)
     entries = model_entries(source, dtype, tied=True)
     if not entries:
         raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no model tensors")
@@ -224,7 +223,7 @@ def write_colossalai_optimizer(
         NotADirectoryError: ``path`` is a file.
         ValueError: the shard size is not positive.
     """
-    target = Path(as_path("path", path))
+    target = Path(path)
     state, groups = to_numbered(source, index)
     if not any(group["params"] for group in groups):
         raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no optimizer {index}")

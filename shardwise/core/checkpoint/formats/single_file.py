@@ -17,7 +17,6 @@ import torch
 
 from shardwise.core.base import tree
 from shardwise.core.base.state_dict_names import EXTRA_STATE
-from shardwise.core.base.validate import as_path
 from shardwise.core.checkpoint.formats.atomic_files import output_file, write_torch
 from shardwise.core.checkpoint.formats.lazy_tensors import (
     Entry,
@@ -64,7 +63,7 @@ def open_single(path: str | Path, parameter_names: Sequence[str] | None = None) 
         CheckpointDamage: the file is truncated or damaged.
         RefusedPickle: the file holds objects that could run code.
     """
-    file = Path(as_path("path", path))
+    file = Path(path)
     if file.suffix in (".safetensors", ""):
         return open_safetensors(file)
     if file.suffix in TORCH_SUFFIXES:
@@ -185,7 +184,7 @@ def write_single_optimizer(source: CheckpointSource, path: str | Path, index: in
 
 
 def _target(path: str | Path) -> Path:
-    file = Path(as_path("path", path))
+    file = Path(path)
     if file.suffix not in (".safetensors", "", *TORCH_SUFFIXES):
         raise ValueError(
             f"{file}: files are written as .safetensors, or as torch's {', '.join(TORCH_SUFFIXES)}; give "
