@@ -26,7 +26,6 @@ from shardwise.plan import replicated, zero
 from shardwise.session import build
 
 Names = dict[str, Any]
-TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py runs the demo with smaller numbers"
 
 
 def _deep(names: Names) -> None:
@@ -62,7 +61,6 @@ MEMORY: dict[str, list[Block]] = {
     "docs/offload.md": [
         Block("session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
         Block("from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
-        Block('make demo DEMO="--device-memory 64MiB"', how="options", why=TRAINS),
         Block("from shardwise.plan import DiskPlan", before=_deep, after=lambda names: names["session"].close()),
     ],
 }

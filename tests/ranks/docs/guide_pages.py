@@ -126,9 +126,10 @@ GUIDE: dict[str, list[Block]] = {
         *shown("test_engine_memory.py compares its numbers", "$ shardwise estimate"),
     ],
     "docs/hybrid-sharding.md": [
+        Block("session = shardwise.shard(", before=_named_layers),
+        Block("import torch", before=_named_layers),
         Block("session = shardwise.shard(", before=_named_layers, after=_stays),
         Block("from shardwise.plan import ParamGroupPlan", before=_named_layers, after=_stays),
-        Block("import torch", before=_named_layers),
     ],
     "docs/installation.md": [
         *shown("it installs; make venv does the same into .venv", "pip install .", "pip install torch"),
