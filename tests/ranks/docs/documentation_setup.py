@@ -384,10 +384,10 @@ PAGES: dict[str, list[Block]] = {
             "plan, report = deepspeed.to_plan(",
             after=lambda names: _is("zero_optimization.stage" in names["report"].used, True),
         ),
-        Block('config["optimizer"] = {"type": "Muon"', before=_muon, after=_muon_trains),
         Block("from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
         Block("x = deepspeed.checkpointing.checkpoint(", before=_activations, after=_activations_back),
     ],
+    "docs/deepspeed-rare.md": [Block('config["optimizer"] = {"type": "Muon"', before=_muon, after=_muon_trains)],
     "docs/porting.md": [Block("shardwise port train.py", how="shell", before=_written)],
     "docs/lora.md": [
         Block("import torch", before=_lora, after=_exists("adapter/adapter_model.safetensors")),
