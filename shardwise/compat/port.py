@@ -125,7 +125,7 @@ class _Reader(ast.NodeVisitor):
             path, _, other = place.partition(":")
             if argument in arguments and other == name and table.find(path, other) == entry:
                 section, text = arguments[argument]
-                self._add(f"{shown}({argument}=)", "missing" if section == "refused" else section, text, value.lineno)
+                self._add(f"{shown}({argument}=)", section, text, value.lineno)
         constants = [each.value for each in ast.walk(value) if isinstance(each, ast.Constant)]
         for known, entry_of in table.values.get(f"{module}:{name}({argument}=)", {}).items():
             if (known in constants or (known == "*" and constants != [None])) and entry_of.unless not in self.imported:

@@ -7,7 +7,7 @@ The keys of a section are texts (or targets); the value is a table of foreign mo
 * ``[differs."..."]``: what a program notices about a name that works.
 * ``[absent."..."]``: unsupported names, and what to use instead. ``"*"`` stands for all other names of a module; alone
   in its module, for all modules below it too.
-* ``[ignored."..."]``, ``[refused."..."]``: arguments of ``"module:name"`` or ``"module:Class.method"``.
+* ``[ignored."..."]``, ``[missing."..."]``: arguments of ``"module:name"`` or ``"module:Class.method"``.
 * ``[values."..."]``: values of ``"module:name(argument=)"`` (``"*"``: any but None) that still mean the foreign
   library, and what to write instead; ``unless`` is an import after which the value means ours.
 
@@ -82,7 +82,7 @@ class AliasTable:
         home: our package that replaces it, such as ``"shardwise.colossalai"``.
         version: the release that has these names.
         names: the names of each module, which is a path below ``foreign`` (the empty text is the top).
-        arguments: by ``"module:name"``, the arguments that are ``"ignored"``, with the reason, or ``"refused"``, with
+        arguments: by ``"module:name"``, the arguments that are ``"ignored"``, with the reason, or ``"missing"``, with
             what to do instead.
         values: by ``"module:name(argument=)"``, what to write instead of a value.
         also: further dotted names of objects below ``foreign``, such as those of a package that exports them again.
@@ -154,7 +154,7 @@ def parse_table(foreign: str, home: str, text: str) -> AliasTable:
     for instead, path, name in _rows(table, "absent"):
         names.setdefault(path, {})[name] = Unsupported(instead)
     arguments: dict[str, dict[str, tuple[str, str]]] = {}
-    for section in ("ignored", "refused"):
+    for section in ("ignored", "missing"):
         for reason, place, argument in _rows(table, section):
             arguments.setdefault(place, {})[argument] = section, reason
     values: dict[str, dict[str, Value]] = {}

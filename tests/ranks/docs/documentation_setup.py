@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
+import shardwise.deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.nn.optimizer import HybridAdam
@@ -255,7 +256,7 @@ def _configuration(names: Names) -> None:
 
 
 def _muon(names: Names) -> None:
-    names["config"] = {"train_batch_size": 2}
+    names.update(config={"train_batch_size": 2}, deepspeed=shardwise.deepspeed)
 
 
 def _muon_trains(names: Names) -> None:
@@ -354,8 +355,8 @@ PAGES: dict[str, list[Block]] = {
     "docs/checkpoints.md": [
         Block("import shardwise", before=_training, after=_restored),
         *shown("torchdata is not installed with the package", "from torchdata"),
-        Block("from pathlib import Path", alone=True, after=_copied_back),
         Block("session.checkpoints.load(", before=_other_names, after=_renamed),
+        Block("from pathlib import Path", alone=True, after=_copied_back),
         Block('booster.save_checkpoint("runs/gen', before=_two_models, after=_exists("runs/discriminator/step-3")),
         Block("from shardwise import open_ch", alone=True, before=_lm_head, after=_exists("out/model.safetensors")),
         Block(
@@ -382,10 +383,10 @@ PAGES: dict[str, list[Block]] = {
             "plan, report = deepspeed.to_plan(",
             after=lambda names: _is("zero_optimization.stage" in names["report"].used, True),
         ),
-        Block('config["optimizer"] = {"type": "Muon"', before=_muon, after=_muon_trains),
         Block("from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
         Block("x = deepspeed.checkpointing.checkpoint(", before=_activations, after=_activations_back),
     ],
+    "docs/deepspeed-rare.md": [Block('config["optimizer"] = {"type": "Muon"', before=_muon, after=_muon_trains)],
     "docs/porting.md": [Block("shardwise port train.py", how="shell", before=_written)],
     "docs/lora.md": [
         Block("import torch", before=_lora, after=_exists("adapter/adapter_model.safetensors")),

@@ -145,7 +145,7 @@ def test_impersonate_after_import_of_the_library_raises(home: Any) -> None:
 
 
 FILES = sorted(Path(compat.__file__).parent.glob("*.toml"))
-KEYS = {"version", "partial", "also", "here", "differs", "absent", "ignored", "refused", "values"}
+KEYS = {"version", "partial", "also", "here", "differs", "absent", "ignored", "missing", "values"}
 OLDER = {"ColossalAIPrecisionPlugin", "ColossalAIStrategy", "DeepSpeedPlugin"}
 OLDER |= {"DDPFullyShardedPlugin", "DDPFullyShardedStrategy"}
 """Names of Lightning 1.x that later releases do not have."""

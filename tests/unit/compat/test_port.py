@@ -42,7 +42,7 @@ parts = ["*", "Odd"]
 parts = ["Other"]
 [ignored."it is always fast"]
 "nn:Linear" = ["fast"]
-[refused."leave it out"]
+[missing."leave it out"]
 "nn:Linear" = ["magic"]
 """,
 )
