@@ -148,7 +148,7 @@ def add_parser(commands: Any) -> None:
     # Not abbreviated: an option of the script must not match a prefix of our options.
     parser = commands.add_parser("run", allow_abbrev=False, **texts(__doc__))
     add = parser.add_argument
-    add("--nproc", metavar="N", help=NPROC)
+    add("--nproc", "--nproc-per-node", metavar="N", help=NPROC)
     add("--max-restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure")
     add("--as", dest="world", choices=REPLACEABLE, help="every import of this library imports shardwise instead")
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
