@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.cli.errors import BadInput, option
-from shardwise.cli.parser import texts
+from shardwise.cli.parser import nonempty_path, texts
 from shardwise.core.base.sizes import parse_size, size_text
 from shardwise.core.base.validate import number, printable
 
@@ -140,6 +141,8 @@ def notes_of(source: CheckpointSource, options: argparse.Namespace) -> list[str]
     return notes
 
 
+TEMPORARY = r"(^|/)\.[^/]*(\.partial|saving-[0-9a-f]+)(/|$)"
+"""Paths that writers use until the target is complete."""
 READ = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft", "trainer", "accelerate")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
@@ -172,7 +175,7 @@ def _add_action(actions: Any, name: str, run: Callable[[argparse.Namespace], int
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     _add_source(parser, "source", "")
     add = parser.add_argument
-    add("target", type=Path, metavar="TARGET", help="path of the file or directory to write")
+    add("target", type=nonempty_path, metavar="TARGET", help="path of the file or directory to write")
     add("--to", required=True, choices=WRITTEN, metavar="FORMAT", help=f"format to write: {', '.join(WRITTEN)}")
     shown = f"model dtype: {', '.join(DTYPES)}, or short as bf16 (default: unchanged)"
     add("--dtype", type=lambda text: SHORT.get(text, text), choices=DTYPES, metavar="DTYPE", help=shown)
@@ -189,7 +192,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename: bool = True) -> None:
-    parser.add_argument(name, type=Path, metavar=name.upper(), help="a checkpoint: directory or file")
+    parser.add_argument(name, type=nonempty_path, metavar=name.upper(), help="a checkpoint: directory or file")
 
     def add(flag: str, end: str, help: str, **more: Any) -> None:
         parser.add_argument(f"--{flag}{suffix}", dest=f"{name}_{end}", help=help, **more)
@@ -367,6 +370,8 @@ def _convert(options: argparse.Namespace) -> int:
             if not existed:  # a format of several directories may have written the first ones
                 DISK.remove_tree(str(options.target))
             if isinstance(problem, OSError):
+                if re.search(TEMPORARY, os.fsdecode(problem.filename or "")):
+                    raise BadInput(f"{options.target}: cannot be written: {problem.strerror}") from None
                 raise
             raise BadInput(str(problem)) from None
         finally:

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.core.base.validate import did_you_mean
@@ -62,6 +63,13 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return result, unknown
+
+
+def nonempty_path(text: str) -> Path:
+    """Return the path of an argument; an empty text would mean the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; give a file or directory")
+    return Path(text)
 
 
 def texts(docstring: str | None) -> dict[str, str]:

@@ -137,6 +137,7 @@ def test_invalid_arguments(places: dict[str, Path], tmp_path: Path, capsys: pyte
         (["diff", dcp, dcp, "--rtol", "nan"], "--rtol nan: give a finite number >= 0"),
         (["diff", dcp, dcp, "--atol", "inf"], "--atol inf: give a finite number >= 0"),
         (["verify", tmp_path / "nowhere"], "no such file"),
+        (["inspect", ""], "the path is empty"),
         (["inspect", tmp_path / "several"], "holds"),
         (["inspect", tmp_path], "manifest.json is missing"),
     ]
