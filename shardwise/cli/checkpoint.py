@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.cli.errors import BadInput, option
-from shardwise.cli.parser import texts
+from shardwise.cli.parser import nonempty_path, texts
 from shardwise.core.base.sizes import parse_size, size_text
 from shardwise.core.base.validate import number, printable
 
@@ -34,15 +35,11 @@ if TYPE_CHECKING:
 WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 LAYOUTS = {"dcp": "fsdp2", "torchtitan": "torchtitan"}
 """Layouts of DCP by format name."""
-OPTION_FORMATS = {
+OPTION_FORMATS: dict[str, tuple[str, ...]] = {
     "max_shard_size": ("huggingface", "colossalai"),
     "safetensors": ("colossalai",),
     "config": ("huggingface",),
-    "adapter_config": ("peft",),
-    "adapter": ("peft",),
-    "lora_alpha": ("peft",),
-    "base": ("peft",),
-}
+} | dict.fromkeys(("adapter_config", "adapter", "lora_alpha", "base"), ("peft",))
 """Options that only some formats have."""
 
 
@@ -73,10 +70,6 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     elif options.to == "colossalai":
         more["safetensors"] = options.safetensors
     write_checkpoint(source, options.target, "dcp" if options.to in LAYOUTS else options.to, dtype=dtype, **more)
-
-
-def _optimizers(source: CheckpointSource) -> list[dict[str, Any]]:
-    return list(source.state().get("optimizers") or [])
 
 
 def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +127,7 @@ def notes_of(source: CheckpointSource, options: argparse.Namespace) -> list[str]
     lost = []
     if options.to in ("huggingface", "single", "peft") and state.get("optimizers"):
         lost.append("optimizer state")
-    if options.to == "colossalai" and len(_optimizers(source)) > 1:
+    if options.to == "colossalai" and len(state.get("optimizers") or []) > 1:
         lost.append("all optimizers but the first")
     if options.to != "native":
         entries = ("scaler", "lr_schedulers", "rng", "data_position", "user_state")
@@ -143,13 +136,16 @@ def notes_of(source: CheckpointSource, options: argparse.Namespace) -> list[str]
     if options.to == "huggingface" and not (options.target / "config.json").is_file():
         notes.append(
             f"{options.target} has no config.json, which from_pretrained needs: neither {options.source} nor the run "
-            "that saved it had one. Give it with --config, or put it there"
+            "that saved it had one. Put it there, or give --config and --overwrite"
         )
     return notes
 
 
+TEMPORARY = r"(^|/)\.[^/]*(\.partial|saving-[0-9a-f]+)(/|$)"
+"""Paths that writers use until the target is complete."""
 READ = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft", "trainer", "accelerate")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
+SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
 def add_parser(commands: Any) -> None:
@@ -179,53 +175,37 @@ def _add_action(actions: Any, name: str, run: Callable[[argparse.Namespace], int
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     _add_source(parser, "source", "")
     add = parser.add_argument
-    add("target", type=Path, metavar="TARGET", help="path of the file or directory to write")
+    add("target", type=nonempty_path, metavar="TARGET", help="path of the file or directory to write")
     add("--to", required=True, choices=WRITTEN, metavar="FORMAT", help=f"format to write: {', '.join(WRITTEN)}")
-    add("--dtype", choices=DTYPES, metavar="DTYPE", help=f"model dtype: {', '.join(DTYPES)} (default: unchanged)")
+    shown = f"model dtype: {', '.join(DTYPES)}, or short as bf16 (default: unchanged)"
+    add("--dtype", type=lambda text: SHORT.get(text, text), choices=DTYPES, metavar="DTYPE", help=shown)
+    add("--overwrite", action="store_true", help="replace an existing checkpoint; other files of its directory stay")
     add = parser.add_argument_group("options of one format").add_argument
     add("--max-shard-size", metavar="SIZE", help="huggingface, colossalai: largest file of the model (default: 5GB)")
     add("--safetensors", action="store_true", help="colossalai: safetensors shards instead of .bin")
     add("--config", type=Path, metavar="FILE", help="huggingface: config.json or its directory (default: the source's)")
-    add(
-        "--adapter-config",
-        type=Path,
-        metavar="FILE",
-        help="peft: adapter_config.json or its directory (default: the source's, or from --lora-alpha)",
-    )
+    file = "peft: adapter_config.json or its directory (default: the source's, or from --lora-alpha)"
+    add("--adapter-config", type=Path, metavar="FILE", help=file)
     add("--adapter", metavar="NAME", help="peft: the adapter's name (default: the only one)")
     add("--lora-alpha", type=float, metavar="ALPHA", help="peft: lora_alpha; rank and targets are those of the tensors")
     add("--base", metavar="NAME", help="peft: base_model_name_or_path, a name or a directory")
 
 
 def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename: bool = True) -> None:
-    add = parser.add_argument
-    add(name, type=Path, metavar=name.upper(), help="a checkpoint: directory or file")
-    kinds = f"{', '.join(READ)} (default: detected)"
-    add(f"--format{suffix}", dest=f"{name}_format", choices=READ, metavar="FORMAT", help=f"format to read: {kinds}")
-    add(
-        f"--optimizer{suffix}",
-        dest=f"{name}_optimizer",
-        type=Path,
-        metavar="DIR",
-        help="colossalai: the optimizer's directory, if it is not next to the model",
-    )
-    add(
-        f"--parameter-names{suffix}",
-        dest=f"{name}_names",
-        type=Path,
-        metavar="FILE",
-        help="names in the optimizer's order, one per line, for formats that number parameters",
-    )
+    parser.add_argument(name, type=nonempty_path, metavar=name.upper(), help="a checkpoint: directory or file")
+
+    def add(flag: str, end: str, help: str, **more: Any) -> None:
+        parser.add_argument(f"--{flag}{suffix}", dest=f"{name}_{end}", help=help, **more)
+
+    kinds = f"format to read: {', '.join(READ)} (default: detected)"
+    add("format", "format", kinds, choices=READ, metavar="FORMAT")
+    where = "colossalai: the optimizer's directory, if it is not next to the model"
+    add("optimizer", "optimizer", where, type=Path, metavar="DIR")
+    names = "names in the optimizer's order, one per line, for formats that number parameters"
+    add("parameter-names", "names", names, type=Path, metavar="FILE")
     if rename:
-        add(
-            f"--rename{suffix}",
-            dest=f"{name}_rename",
-            action="append",
-            default=[],
-            metavar="OLD=NEW",
-            help="read tensors named OLD under the name NEW; OLD is a name or a regular expression, up to the last '=';"
-            " may be repeated",
-        )
+        rule = "read tensors named OLD under the name NEW; OLD is a name or a regular expression, up to the last '='"
+        add("rename", "rename", f"{rule}; may be repeated", action="append", default=[], metavar="OLD=NEW")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -278,41 +258,27 @@ def _say(text: str, stream: TextIO | None = None) -> None:
     print(printable(text), file=stream or sys.stdout)
 
 
-class _Bar:
-    """A progress bar on standard error, rewritten in place; nothing if that is not a terminal."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.done = what, max(total, 1), 0
-        self.shown = -1
-
-    def add(self, nbytes: int) -> None:
-        self.done += nbytes
-        percent = min(100, self.done * 100 // self.total)
-        if percent != self.shown and sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{self.what} {percent:3d} %")
-            sys.stderr.flush()
-        self.shown = percent
-
-    def end(self) -> None:
-        if self.shown >= 0 and sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-
 class _Watched:
-    """A source that reports its reads to a progress bar."""
+    """A source that shows how much of it is read, on standard error if that is a terminal; the line is rewritten."""
 
     def __init__(self, source: CheckpointSource, what: str) -> None:
-        self._source = source
+        self._source, self._what, self._shown, self.done = source, what, "", 0
         self._facts = source.tensors()
-        self.bar = _Bar(what, sum(fact.nbytes for fact in self._facts.values()))
+        self._total = max(sum(fact.nbytes for fact in self._facts.values()), 1)
+
+    def show(self, text: str) -> None:
+        """Replace the line by ``text``."""
+        if text != self._shown and sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        self._shown = text
 
     def tensors(self) -> Any:
         return self._facts
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         values = self._source.read(name, start, numel)
-        self.bar.add(values.nbytes)
+        self.done += values.nbytes
+        self.show(f"{self._what} {min(100, self.done * 100 // self._total):3d} %")
         return values
 
     def state(self) -> dict[str, Any]:
@@ -320,10 +286,6 @@ class _Watched:
 
     def close(self) -> None:
         self._source.close()
-
-
-def _kind(name: str) -> str:
-    return name.split("/", 1)[0] if "/" in name else "other"
 
 
 # ---- inspect
@@ -340,11 +302,13 @@ def _inspect(options: argparse.Namespace) -> int:
         facts, state = source.tensors(), source.state()
         kinds: dict[str, list[int]] = {}
         for name, fact in facts.items():
-            kinds.setdefault(_kind(name), []).append(fact.nbytes)
+            kinds.setdefault(name.split("/")[0] if "/" in name else "other", []).append(fact.nbytes)
         state_bytes = len(json.dumps(state))
         if options.json:
             listed = {n: {"shape": list(f.shape), "dtype": _dtype_text(f)} for n, f in facts.items()}
-            json.dump({"format": _format_of(source), "tensors": listed, "state_bytes": state_bytes}, sys.stdout)
+            json.dump(
+                {"format": _format_of(source), "tensors": listed, "state_bytes": state_bytes}, sys.stdout, indent=2
+            )
             print()
             return 0
         _say(f"{_place_of(source, options.path)}: {_format_of(source)}")
@@ -397,7 +361,7 @@ def _convert(options: argparse.Namespace) -> int:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if os.path.realpath(options.source) == os.path.realpath(options.target):
         raise BadInput(f"{options.target}: source and target are the same; give another place to write to")
-    existed = os.path.lexists(options.target)
+    existed = _check_target(options.target, options.overwrite)
     with _opened(options, "source") as source:
         watched = _Watched(source, f"writing {options.target}")
         try:
@@ -406,14 +370,27 @@ def _convert(options: argparse.Namespace) -> int:
             if not existed:  # a format of several directories may have written the first ones
                 DISK.remove_tree(str(options.target))
             if isinstance(problem, OSError):
+                if re.search(TEMPORARY, os.fsdecode(problem.filename or "")):
+                    raise BadInput(f"{options.target}: cannot be written: {problem.strerror}") from None
                 raise
             raise BadInput(str(problem)) from None
         finally:
-            watched.bar.end()
-        _say(f"{options.target}: {options.to}, {size_text(watched.bar.done)} of tensors read")
+            watched.show("")
+        _say(f"{options.target}: {options.to}, {size_text(watched.done)} of tensors read")
         for note in notes_of(source, options):
             _say(f"note: {note}", sys.stderr)
     return 0
+
+
+def _check_target(target: Path, overwrite: bool) -> bool:
+    """Return True if ``target`` exists, and refuse what must not be replaced."""
+    there = os.path.lexists(target)
+    if there and not target.is_dir() and (target.is_symlink() or not target.is_file()):
+        raise BadInput(f"{target}: is no directory and no regular file; give another path")
+    if there and not overwrite and (target.is_file() or any(target.iterdir())):
+        what = "is a file" if target.is_file() else "is not empty"
+        raise BadInput(f"{target}: {what}; give another path, or --overwrite to replace what is there")
+    return there
 
 
 def _megabytes(text: str) -> float:
@@ -477,7 +454,7 @@ def _read_through(source: CheckpointSource, path: Path) -> list[str]:
                 check_zip(file)
             except CheckpointDamage as problem:
                 problems.append(str(problem))
-    watched.bar.end()
+    watched.show("")
     return problems
 
 
@@ -506,7 +483,7 @@ def _diff(options: argparse.Namespace) -> int:
             if text:
                 _say(f"{name}: {text}")
                 differences += 1
-        watched.bar.end()
+        watched.show("")
     count = f"{len(common)} tensors"
     summary = f"{differences} difference{'s' if differences > 1 else ''}"
     _say(f"{summary}, {count} in both" if differences else f"equal: {count}")

@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     add("--ranks", type=int, default=1, metavar="N", help="number of ranks")
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="bf16 and fp16 keep fp32 masters")
-    add("--offload", choices=TIERS[1:], help="home of masters, state and stage 3 parameters (default: device)")
+    add("--offload", choices=TIERS[1:], help="where masters, state and stage 3 parameters are stored (default: device)")
     add("--offload-params", choices=TIERS, help="where parameters are kept at stage 3 (default: as --offload)")
     add("--optimizer", default="AdamW", metavar="NAME", help="optimizer of torch.optim")
     add("--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks")
@@ -72,13 +72,16 @@ def main(options: argparse.Namespace) -> int:
 
     try:
         plan = _plan(options)
+        if options.rank > 0 and options.ranks == 1:
+            raise BadInput(f"--rank {options.rank} with --ranks 1: did you mean --ranks {options.rank}?")
         option("--rank", integer, options.rank, 0, plan.mesh.resolve(options.ranks).dp_shard - 1)
         model = _model(options.model)
         built = model, make_optimizer(options.optimizer, model), plan
         run = partial(estimate_memory, *built, options.ranks, options.rank, options.device)
         by_tier = guarded("the estimate", run, *EXPLAINED)
     except EXPLAINED as problem:
-        raise BadInput(str(problem)) from None
+        start = "Start another number with torchrun or 'shardwise run'"
+        raise BadInput(str(problem).replace(start, "Change --ranks")) from None
     print(json.dumps(by_tier, indent=2) if options.json else _table(by_tier, model))
     return 0
 
@@ -128,7 +131,8 @@ def _model(target: str) -> Any:
     try:
         return guarded(f"creating the model of {target}", build, OSError, *EXPLAINED)
     except OSError:
-        raise BadInput(f"{target}: no such folder, and no cached model of the hub; give one of the two") from None
+        advice = "give one of the two, or download a model with `hf download NAME`"
+        raise BadInput(f"{target}: no such folder, and no cached model of the hub; {advice}") from None
 
 
 def _table(by_tier: dict[str, dict[str, int]], model: Any) -> str:

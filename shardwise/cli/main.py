@@ -41,7 +41,7 @@ PIPE_CLOSED = 141
 def _parser() -> argparse.ArgumentParser:
     about = texts(__doc__)
     parser = OneLineParser(prog="shardwise", description=about["description"], epilog=about["epilog"])
-    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for command in (run, env, estimate, port, trace, schedule, checkpoint):
         command.add_parser(commands)

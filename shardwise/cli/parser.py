@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+from shardwise.core.base.validate import did_you_mean
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -37,8 +41,19 @@ class OneLineParser(argparse.ArgumentParser):
         return super().add_subparsers(**options)
 
     def error(self, message: str) -> NoReturn:
-        """Print ``message`` and exit with 2, as argparse does."""
+        """Print ``message`` in plain words, with the nearest name that exists, and exit with 2, as argparse does."""
+        number = r"argument (\S+?)(?:/\S+)?: invalid (int|float) value: '(.*)'"
+        message = re.sub(number, lambda m: f"{m[1]} {m[3]}: give a {'whole ' * (m[2] == 'int')}number", message)
+        names = r"unrecognized arguments: .*?(--[^\s=]+)|invalid choice: '(.*?)' \(choose from (.*)\)"
+        if wrong := re.search(names, message):
+            known = re.findall(r"[\w-]+", wrong[3] or " ".join(self._option_string_actions))
+            message = f"{message}; {did_you_mean(wrong[1] or wrong[2], known, '')}".removesuffix("; ")
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        """Accept underscores in the names of options, as torchrun does."""
+        name, *value = re.split("(=)", arg_string, maxsplit=1)
+        return super()._parse_optional("".join([name.replace("_", "-") if name.startswith("--") else name, *value]))
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -48,6 +63,13 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return result, unknown
+
+
+def nonempty_path(text: str) -> Path:
+    """Return the path of an argument; an empty text would mean the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; give a file or directory")
+    return Path(text)
 
 
 def texts(docstring: str | None) -> dict[str, str]:

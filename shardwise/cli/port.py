@@ -1,4 +1,13 @@
-"""``shardwise port``: rewrite imports of programs for other libraries, and report each foreign name."""
+"""Report which names of another library work here; rewrite the imports with --write. Arguments are reported, too.
+
+examples:
+  shardwise port train.py                report each name and argument
+  shardwise port --diff src/             report, and show the changes, for all programs below a folder
+  shardwise port --write train.py        report, and change the file
+  shardwise port --table colossalai      print all names of a library as Markdown
+
+Exit status: 0 if every name works, 1 if a name is missing, 2 if a file cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.errors import BadInput
+from shardwise.cli.parser import texts
 from shardwise.core.base.validate import in_a_line, printable
 
 if TYPE_CHECKING:
     from shardwise.compat.port import Finding
 
-EXAMPLES = """
-examples:
-  shardwise port train.py                report each name and argument
-  shardwise port --diff src/             report, and show the changes, for all programs below a folder
-  shardwise port --write train.py        report, and change the file
-  shardwise port --table colossalai      print all names of a library as Markdown
-
-Exit status: 0 if every name works, 1 if a name is missing, 2 if a file cannot be read.
-"""
-
 
 def add_parser(commands: Any) -> None:
     """Add ``port`` to the command's subparsers."""
-    parser = commands.add_parser(
-        "port",
-        help="report which names of another library work here; rewrite the imports with --write",
-        description="Report which names and arguments of another library work here. With --write, rewrite the imports.",
-        epilog=EXAMPLES,
-    )
+    parser = commands.add_parser("port", **texts(__doc__))
     add = parser.add_argument
     add("files", type=Path, nargs="*", metavar="FILE", help="Python files, or folders")
     add("--write", action="store_true", help="change the files")
@@ -83,8 +78,10 @@ def main(options: argparse.Namespace) -> int:
             before, after = (text.splitlines(keepends=True) for text in (old, new))
             sys.stdout.writelines(difflib.unified_diff(before, after, str(path), str(path), n=1))
     counts = ": " + ", ".join(f"{number} {verdict}" for verdict, number in total.most_common()) if total else ""
-    done = "changed" if options.write else "to change (--write does)"
-    print(f"{total.total()} names and arguments{counts}; {len(changed)} of {len(programs)} files {done}")
+    done = "changed" if options.write else "to change (--write does)" if changed else "to change"
+    what, files = ("names and arguments", "name or argument")[total.total() == 1], "file" + "s" * (len(programs) != 1)
+    if programs:
+        print(f"{total.total()} {what}{counts}; {len(changed)} of {len(programs)} {files} {done}")
     for message in unread:
         print(f"shardwise port: not read: {printable(message)}", file=sys.stderr)
     return 2 if unread else 1 if total["missing"] else 0
@@ -93,13 +90,11 @@ def main(options: argparse.Namespace) -> int:
 def _programs(paths: Iterable[Path]) -> Iterator[Path]:
     """Iterate over the given files, and those of folders except hidden ones and installed libraries."""
     for path in paths:
-        if not path.is_dir():
-            yield path
-            continue
-        for program in sorted(path.rglob("*.py")):
-            parts = program.relative_to(path).parts
-            if "site-packages" not in parts and not any(part.startswith(".") for part in parts):
-                yield program
+        below = ((each, each.relative_to(path).parts) for each in sorted(path.rglob("*.py")))
+        programs = [p for p, parts in below if "site-packages" not in parts and not any(x[0] == "." for x in parts)]
+        if path.is_dir() and not programs:
+            raise BadInput(f"no Python file in {path}: name programs or folders of them")
+        yield from programs if path.is_dir() else [path]
 
 
 def _text(path: Path) -> str:

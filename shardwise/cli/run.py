@@ -38,6 +38,8 @@ from shardwise.compat.import_hooks import REPLACEABLE
 from shardwise.core.base.validate import MOST_RANKS, integer
 
 MOMENT_S = 1.0
+MOST_PER_CORE = 16
+"""Ranks per core without a note."""
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -129,7 +131,7 @@ def _run(arguments: Sequence[str], script: Sequence[str]) -> int:
         status = status_of(failure.exitcode)
         if status not in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             why = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit status {status}"
-            print(f"shardwise: rank {rank} ended with {why}; what it printed is above", file=sys.stderr)
+            print(f"shardwise: rank {rank} ended with {why}; its output, if any, is above", file=sys.stderr)
         return status
     return 0
 
@@ -148,7 +150,7 @@ def add_parser(commands: Any) -> None:
     # Not abbreviated: an option of the script must not match a prefix of our options.
     parser = commands.add_parser("run", allow_abbrev=False, **texts(__doc__))
     add = parser.add_argument
-    add("--nproc", metavar="N", help=NPROC)
+    add("--nproc", "--nproc-per-node", metavar="N", help=NPROC)
     add("--max-restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure")
     add("--as", dest="world", choices=REPLACEABLE, help="every import of this library imports shardwise instead")
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
@@ -176,8 +178,9 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
         option("--node-rank", integer, options.node_rank, 0)
         if options.node_rank >= hosts:
             raise BadInput(f"--node-rank {options.node_rank}: --nnodes {options.nnodes} has hosts 0 to {hosts - 1}")
-    if not options.module and not Path(options.script).is_file():
-        wrong = "is a folder" if Path(options.script).is_dir() else "no such file"
+    if not options.module and not (Path(options.script).is_file() and os.access(options.script, os.R_OK)):
+        wrong = "cannot be read" if Path(options.script).is_file() else "no such file"
+        wrong = "is a folder" if Path(options.script).is_dir() else wrong
         raise BadInput(f"{options.script}: {wrong}; give a Python script (or -m and a module name)")
     arguments = [f"--nproc-per-node={ranks}", f"--max-restarts={options.max_restarts}"]
     if options.nnodes == "1" and not options.rdzv_endpoint:
@@ -297,4 +300,7 @@ def main(options: argparse.Namespace) -> int:
     """Start the script on every rank of this host, and return its exit status (2: bad input)."""
     arguments = launcher_arguments(options)
     check_hosts(options)
-    return launch(arguments, program(options), ranks_of_host(options.nproc))
+    ranks, cores = ranks_of_host(options.nproc), threads_per_rank(1)
+    if ranks > MOST_PER_CORE * cores:
+        print(f"shardwise run: note: {ranks} ranks share {cores} cores, which is slow", file=sys.stderr, flush=True)
+    return launch(arguments, program(options), ranks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,10 @@ def add_parser(commands: Any) -> None:
     add("--microbatches", type=int, required=True, metavar="N", help="number of micro-batches in a step")
     add("--style", choices=STYLES, default="1f1b", help="schedule; zbv is zero bubble")
     add("--chunks", type=int, metavar="N", help="number of stages of each rank (default: 1 for 1f1b, otherwise 2)")
-    add(
-        "--times",
-        type=float,
-        nargs=3,
-        default=(1, 1, 1),
-        metavar=("F", "B", "W"),
-        help="relative times of forward, gradient of the input, gradient of the weights (default: 1 1 1)",
-    )
-    add("--width", type=int, default=160, metavar="COLUMNS", help="width of the text")
+    times = "relative times of forward, gradient of the input, gradient of the weights (default: 1 1 1)"
+    add("--times", type=float, nargs=3, default=(1, 1, 1), metavar=("F", "B", "W"), help=times)
+    width = shutil.get_terminal_size((160, 24)).columns
+    add("--width", type=int, default=width, metavar="COLUMNS", help="width of the text (default: that of the terminal)")
     add("--svg", type=Path, metavar="FILE", help="also write the picture as SVG")
     parser.set_defaults(main=main)
 

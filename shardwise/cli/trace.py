@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cli.errors import BadInput, check_writable, writing
 from shardwise.cli.parser import texts
+from shardwise.core.base.validate import did_you_mean
 
 if TYPE_CHECKING:
     from shardwise.core.memory.trace.stats import MemStats
@@ -206,6 +207,8 @@ def guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:
         return action()
     except through:
         raise
+    except SystemExit as end:
+        raise BadInput(f"{what} ended with exit status {end.code or 0}") from None
     except Exception as problem:
         last = traceback.extract_tb(problem.__traceback__)[-1]
         # For a file that cannot be read or compiled it is in Python's import system, and the message names the file.
@@ -220,7 +223,8 @@ def make_optimizer(name: str, model: Any) -> Any:
 
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
-        raise BadInput(f"--optimizer {name}: no optimizer of torch.optim; give one such as AdamW, Adam or SGD")
+        hint = did_you_mean(name, torch.optim.__all__, "give one such as AdamW, Adam or SGD")
+        raise BadInput(f"--optimizer {name}: no optimizer of torch.optim; {hint}")
     construct: Callable[[Any], Any] = kind
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:

@@ -45,7 +45,8 @@ def findings(text: str, tables: Sequence[AliasTable]) -> list[Finding]:
 def _table_of(dotted: str, tables: Sequence[AliasTable]) -> tuple[AliasTable, str] | None:
     """Return the table that has a foreign name, and the path of the name below the top package."""
     for table in tables:
-        for start, below in ((table.foreign, ""), *table.also.items()):
+        home = [] if table.partial else [(table.home, "")]  # a program whose imports are rewritten
+        for start, below in ((table.foreign, ""), *home, *table.also.items()):
             if f"{dotted}.".startswith(f"{start}."):
                 return table, f"{below}{dotted.removeprefix(start)}".lstrip(".")
     return None
@@ -114,7 +115,7 @@ class _Reader(ast.NodeVisitor):
             self._add(shown, verdict, entry.note, line)
         elif name == "*":
             self._add(shown, "differs", "import names one by one, so that each can be looked up", line)
-        elif name and not name.startswith("__") and not table.partial:
+        elif name and not name.startswith("__") and not table.partial and not dotted.startswith(f"{table.home}."):
             self._add(shown, "missing", _nearest(table, module, name), line)
 
     def _see_argument(self, table: AliasTable, below: str, argument: str, value: ast.expr) -> None:
@@ -192,7 +193,7 @@ def _plain(node: ast.Import, tables: Sequence[AliasTable]) -> str:
     names: list[str] = []
     for alias in node.names:
         place = _table_of(alias.name, tables)
-        if place is None or place[0].partial:
+        if place is None or place[0].partial or alias.name.startswith(place[0].home):
             names.append(ast.unparse(alias))
             continue
         table, below = place

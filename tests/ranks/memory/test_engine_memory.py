@@ -207,7 +207,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--stage 2 --offload-params host", "use --stage 3"),
         ("--ranks 4 --pp 2", "--pp 2 cannot be estimated; estimate a function"),
         ("--ranks 4 --replicas 2", "--replicas 2 cannot be estimated"),
-        ("--ranks 4 --tp 3", "tp=3 needs a multiple of 3 ranks"),
+        ("--ranks 4 --tp 3", "tp=3 needs a multiple of 3 ranks, but the number of ranks is 4. Change --ranks, or"),
+        ("--rank 4", "--rank 4 with --ranks 1: did you mean --ranks 4?"),
         ("--ranks 4 --rank 4", "--rank 4: give a whole number <= 3"),
         ("--optimizer Adafactor", "--optimizer Adafactor cannot be estimated"),
         ("--optimizer LBFGS", "error: optimizer LBFGS works on all parameters at once"),
@@ -215,4 +216,4 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["estimate", str(tmp_path), *wrong.split()]) == 2
         assert message in capsys.readouterr().err
     assert main(["estimate", str(tmp_path / "no")]) == 2
-    assert "no such folder, and no cached model of the hub" in capsys.readouterr().err
+    assert "no such folder, and no cached model of the hub; give one of the two, or download" in capsys.readouterr().err

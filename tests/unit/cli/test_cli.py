@@ -57,11 +57,11 @@ def _words(options: str) -> list[str]:
     return [__file__ if each == "SCRIPT" else each for each in options.split()]
 
 
-@pytest.mark.parametrize(("command", "rest"), [("run", "--stepz 3"), ("checkpoint verify", "x --y")])
+@pytest.mark.parametrize(("command", "rest"), [("run", "--nprc 3"), ("checkpoint verify", "x --formt y")])
 def test_unknown_option(command: str, rest: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(*command.split(), *rest.split()) == 2
     text, program = capsys.readouterr().err, f"shardwise {command}"
-    assert text.startswith(f"{program}: error: unrecognized") and f"{program} --help" in text
+    assert text.startswith(f"{program}: error: unrecognized") and f"{program} --help" in text and "did you mean" in text
 
 
 @pytest.mark.parametrize(("options", "expected"), BAD_RUN)
@@ -77,9 +77,9 @@ def _run_options(text: str) -> tuple[list[str], list[str]]:
 
 
 def test_run_passes_the_script_its_own_options() -> None:
-    launcher, script = _run_options("--nproc 4 SCRIPT --nproc 9 --n 1 -m --help")
+    launcher, script = _run_options("--nproc_per_node 4 SCRIPT --nproc 9 --n_1 1 -m --help")
     assert launcher == ["--nproc-per-node=4", "--max-restarts=0", "--standalone", "--local-addr=127.0.0.1"]
-    assert script == [__file__, "--nproc", "9", "--n", "1", "-m", "--help"]
+    assert script == [__file__, "--nproc", "9", "--n_1", "1", "-m", "--help"]
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,11 @@ def test_launchers_of_two_hosts_form_one_group(tmp_path: Path, whole: bool) -> N
         started(*command, "0", *ends, log=logs[0], whole=whole) as first,
         started(*command, "1", *ends, log=logs[1], whole=whole) as second,
     ):
-        launchers = first, second
-        statuses = [launcher.wait(SECONDS) for launcher in launchers]
+        statuses = [launcher.wait(SECONDS) for launcher in (first, second)]
     assert statuses == [0, 0], [log.read_text() for log in logs]
     by_rank = sorted(path.read_text() for path in folder.iterdir())
     assert by_rank == [f"{rank} 2 3 {rank} 2 0 1 meeting" for rank in range(2)]
-    assert {path.name for path in folder.iterdir()} == {f"started-by-{launcher.pid}" for launcher in launchers}
+    assert {path.name for path in folder.iterdir()} == {f"started-by-{launcher.pid}" for launcher in (first, second)}
 
 
 def test_importing_the_command_line_does_not_import_torch() -> None:
@@ -324,25 +323,22 @@ def command(tmp_path: Path) -> Callable[[str], list[str]]:
     return found
 
 
-def ended(arguments: list[str], output: TextIO, monkeypatch: pytest.MonkeyPatch) -> int:
-    with output, monkeypatch.context() as patch:  # closing the file flushes it, as the end of a program does
-        patch.setattr(sys, "stdout", output)
+def ended(arguments: list[str], output: TextIO) -> int:
+    with output, contextlib.redirect_stdout(output):  # closing the file flushes it, as the end of a program does
         return main(arguments)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_closed_or_full_standard_output(
-    name: str, command: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_closed_or_full_standard_output(name: str, command: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """A closed pipe ends the command with status 141, a full device with one line."""
     for buffered in (True, False):
         reading, writing = os.pipe()
         os.close(reading)
         output = os.fdopen(writing, "w")
         output.reconfigure(write_through=not buffered)
-        assert ended(command(name), output, monkeypatch) == 141
+        assert ended(command(name), output) == 141
         assert capfd.readouterr().err == ""
     with Path("/dev/full").open("w") as full_one:
-        assert ended(command(name), full_one, monkeypatch) == 2
+        assert ended(command(name), full_one) == 2
     told = capfd.readouterr().err
     assert told == f"shardwise {name.removesuffix(' --json')}: error: standard output: No space left on device\n"

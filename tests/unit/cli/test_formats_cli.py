@@ -131,11 +131,13 @@ def test_invalid_arguments(places: dict[str, Path], tmp_path: Path, capsys: pyte
         (["convert", dcp, x, "--to", "huggingface", "--max-shard-size", "big"], "'big'"),
         (["convert", dcp, tmp_path / "x.npz", "--to", "single"], "written as .safetensors"),
         (["convert", dcp, places["single"], "--to", "huggingface"], "is a file"),
+        (["convert", dcp, "/dev/null", "--to", "single", "--overwrite"], "no regular file"),
         (["convert", dcp, x, "--to", "peft"], "no parameters of a LoRA adapter"),
         (["diff", dcp, dcp, "--rtol", "-1"], "--rtol -1"),
         (["diff", dcp, dcp, "--rtol", "nan"], "--rtol nan: give a finite number >= 0"),
         (["diff", dcp, dcp, "--atol", "inf"], "--atol inf: give a finite number >= 0"),
         (["verify", tmp_path / "nowhere"], "no such file"),
+        (["inspect", ""], "the path is empty"),
         (["inspect", tmp_path / "several"], "holds"),
         (["inspect", tmp_path], "manifest.json is missing"),
     ]
@@ -160,7 +162,7 @@ def test_invalid_arguments(places: dict[str, Path], tmp_path: Path, capsys: pyte
 
 def test_dtype_and_tolerance(places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = places["huggingface"], tmp_path / "x"
-    assert convert(*both, "huggingface", "--dtype", "bfloat16") == 0
+    assert convert(*both, "huggingface", "--dtype", "bf16") == 0
     assert _run("diff", *both) == 1
     assert "dtype float32 and bfloat16" in capsys.readouterr().out
     assert _run("diff", *both, "--ignore-dtype", "--rtol", "1e-2", "--atol", "1e-40") == 0
@@ -315,9 +317,10 @@ def test_missing_model_configuration(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "has no config.json" in said and "--config" in said
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "gpt2"}')
-    assert convert(*command, "--config", config) == 0
+    refused(capsys, "out: is not empty; give another path, or --overwrite", "convert", *command[:2], "--to", "single")
+    assert convert(*command, "--overwrite", "--config", config) == 0
     assert "config.json" not in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "gpt2"}
     config.write_text("[1]")
-    assert convert(*command, "--config", config) == 2
+    assert convert(*command, "--overwrite", "--config", config) == 2
     assert "not a configuration" in capsys.readouterr().err

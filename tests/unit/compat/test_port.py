@@ -125,6 +125,9 @@ JUDGED = [
      ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_deep_3' after `import ours.stays`"),
      ("stays.inner.Trainer(file=)", "missing", "leave it out")),
     ("import ours.stays\nfrom stays.inner import Trainer\nTrainer(kind='deep_3')",),
+    # A program whose imports are rewritten; other names of ours are not those of the library.
+    ("import ours.foreignlib as foreignlib\nfrom ours.foreignlib import own\nfrom ours.foreignlib.nn.old import Odd",
+     ("foreignlib.nn.old.Odd", "missing", "use Linear")),
 ]  # fmt: skip
 
 
@@ -175,6 +178,7 @@ def test_diff_and_write(known: None, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_invalid_input(known: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["port", str(tmp_path)]) == 2 and "no Python file in" in capsys.readouterr().err
     for content, name, message in (
         (b'{{"cells": null', "a.ipynb", "a.ipynb: not Python"),
         (b"x = '\xe9'\n", "latin.py", "latin.py: not Python (invalid or missing encoding"),

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.validate import as_path
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.formats.atomic_files import write_json, write_shards
 from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, closed_on_error, model_entries
@@ -89,7 +88,7 @@ def write_huggingface(
         ValueError: the shard size is not positive.
         OSError: the directory cannot be written; its earlier content is unchanged.
     """
-    target = Path(as_path("path", path))
+    target = Path(path)
     if config is None and not (target / "config.json").exists():
         config = source.state().get("config")
         generation_config = generation_config or source.state().get("generation_config")

@@ -231,7 +231,8 @@ def check_pickle(file: BinaryIO, nbytes: int, where: object, kind: str) -> None:
         for opcode, argument, _ in pickletools.genops(file):
             scan.follow(opcode, argument, nbytes)
     except (ValueError, IndexError, KeyError, MemoryError, OverflowError) as error:
-        raise CheckpointDamage(f"{where} is not a whole {kind} ({error!s:.200})") from error
+        why = "" if isinstance(error, KeyError) else f" ({error!s:.200})"  # the key is only a number of the file
+        raise CheckpointDamage(f"{where} is not a whole {kind}{why}") from error
 
 
 class _Scan:
