@@ -1,4 +1,7 @@
-"""Tests of the documentation site: navigation, API reference, pages without external resources, quoted messages."""
+"""Tests of the documentation site: navigation, names of the API reference, quoted messages.
+
+``make site`` checks links, reference names and external resources.
+"""
 
 import ast
 import importlib
@@ -41,26 +44,11 @@ def test_navigation_has_every_page_once() -> None:
     assert len(listed) == len(internals) and set(listed) == internals, "list the page in docs/inside/index.md"
 
 
-def test_titles_are_unique() -> None:
-    titles = [path.read_text("utf-8").partition("# ")[2].partition("\n")[0] for path in DOCS.rglob("*.md")]
-    assert len(titles) == len(set(titles))
-
-
 def test_every_example_is_listed() -> None:
     listed = re.findall(r"\]\(\.\./examples/(.*?)\)", (DOCS / "examples.md").read_text("utf-8"))
     programs = [*ROOT.glob("examples/*.*"), *ROOT.glob("examples/booster_plugins/*.py")]
     examples = {str(path.relative_to(ROOT / "examples")) for path in programs}
     assert len(listed) == len(examples) and set(listed) == examples, "list the program in docs/examples.md"
-
-
-def test_reference_names_exist() -> None:
-    pages = "".join(path.read_text("utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
-    named = re.findall(r"(?m)^::: (.*)$", pages)
-    assert len(named) > 10
-    for path in named:
-        module, _, name = path.rpartition(".")
-        if path != "shardwise.lightning":  # optional packages may be missing here
-            assert hasattr(importlib.import_module(module), name) or importlib.import_module(path), path
 
 
 PUBLIC = ["", ".booster", ".booster.plugin", ".plan", ".huggingface", ".metrics", ".deepspeed", ".pytorch", ".testing"]
@@ -73,12 +61,6 @@ def test_reference_has_every_public_name(package: str) -> None:
     names = importlib.import_module(f"shardwise{package}").__all__
     whole = f"::: shardwise{package}\n    options: {{show_root_heading: false, show_root_toc_entry: false}}" in text
     assert whole or [name for name in names if name != "__version__" and not re.search(rf"\b{name}\b", text)] == []
-
-
-def test_pages_load_no_external_resources() -> None:
-    """Check the pages of the repository; a hook checks the built ones."""
-    for path in DOCS.rglob("*.md"):
-        assert not re.search(r"!\[[^]]*\]\(https?:|<(?:img|script|link|iframe)\b", path.read_text("utf-8")), path
 
 
 def blocks_of(page: str) -> list[str]:
