@@ -325,7 +325,7 @@ class Staging:
         if not self._running:
             raise RuntimeError(
                 f"this rank has {len(self.own)} of the {self.stages} stages of the {type(self.model).__name__}, so it "
-                "cannot be called: call session.pipeline.step(batch, criterion), or the Booster's execute_pipeline(). "
+                "cannot be called: call session.pipeline.step(batch, criterion), or execute_pipeline(). "
                 "Under torch.no_grad() they run only the forward pass"
             )
         check_of_all_layers(kwargs, type(self.model).__name__)
