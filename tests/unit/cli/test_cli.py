@@ -296,8 +296,7 @@ def test_unresolvable_rendezvous_endpoint(monkeypatch: pytest.MonkeyPatch, capsy
 def test_without_a_command_help_is_printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    told = capsys.readouterr().err
-    assert told.startswith(" ".join(["usage: shardwise", *arguments])) and "examples:" in told
+    assert capsys.readouterr().err.startswith(" ".join(["usage: shardwise", *arguments, "[-h]"]))
 
 
 COMMANDS = ["schedule", "trace", "checkpoint inspect", "checkpoint inspect --json", "port"]
