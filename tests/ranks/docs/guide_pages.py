@@ -81,9 +81,10 @@ def _layer() -> nn.Module:
 
 
 def _given(names: Names) -> None:
-    model = _layer()
+    model, inputs, targets = _layer(), torch.ones(2, 8), torch.zeros(2, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    names.update(shardwise=shardwise, model=model, optimizer=optimizer, inputs=torch.ones(2, 8))
+    names.update(shardwise=shardwise, model=model, optimizer=optimizer, inputs=inputs, targets=targets)
+    names.update(loader=[(inputs, targets)], criterion=nn.MSELoss(), tokens=8)
 
 
 def _named_layers(names: Names) -> None:
@@ -95,11 +96,6 @@ def _stays(names: Names) -> None:
     names["session"].module(torch.ones(2, 8))
     shown = [name for name, param in names["model"].named_parameters() if not param.isnan().any()]
     assert {"embed.weight", "layers.0.weight"} <= set(shown), shown
-
-
-def _tokens(names: Names) -> None:
-    _given(names)
-    names.update(criterion=nn.MSELoss(), targets=torch.zeros(2, 8), tokens=8)
 
 
 def _trained(names: Names) -> None:
@@ -154,9 +150,9 @@ GUIDE: dict[str, list[Block]] = {
     ],
     "docs/index.md": [
         *shown("it installs; make venv does the same into .venv", "pip install ."),
-        Block("session = shardwise.shard(model", before=_given, after=_trained),
+        Block("import shardwise", before=_given, after=_trained),
     ],
-    "docs/differences.md": [Block("session = shardwise.shard(", before=_tokens, after=_trained)],
+    "docs/differences.md": [Block("session = shardwise.shard(", before=_given, after=_trained)],
     "docs/troubleshooting.md": [Block("if session.optimizer.last_step_skipped", before=_overflown, after=_named)],
     "docs/quickstart.md": [
         *shown("the blocks below are that program, run as one here", "shardwise run --nproc 2"),
