@@ -1,6 +1,7 @@
-"""Profiler labels of gathers, reductions, updates and copies to the host."""
+"""Profiler labels of gathers, reductions, updates and copies to the host, and of waits for a disk."""
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -55,6 +56,7 @@ def test_labels_name_modules() -> None:
     assert run_ranks(1, labels, zero(2).but(packing=ByNumel(chunk_numel=1000))) == [by_size]
 
 
-def test_labels_of_gradient_copies_to_the_host() -> None:
+def test_labels_of_transfers(tmp_path: Path) -> None:
+    assert labels(with_tiers(zero(3), "s_disk", str(tmp_path))) > {"shardwise::disk (read)", "shardwise::disk (write)"}
     for found in run_ranks(2, labels, with_tiers(zero(3), "s_host", "no disk is used"), True):
         assert found > {"shardwise::offload (0)", "shardwise::offload (1)"}, found

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.core.base.checksum import checksum
+from shardwise.core.base.torch_internals import labelled
 from shardwise.core.memory.disk.errors import DiskError, explain
 from shardwise.plan import DiskPlan
 
@@ -214,6 +215,7 @@ class Transfer:
         """Return True if :meth:`wait` would return (or raise) immediately."""
         return self._operation.over.is_set()
 
+    @labelled("disk", lambda transfer: "write" if transfer._operation.writing else "read")
     def wait(self) -> None:
         """Wait until the buffer may be used again: a read has filled it, or a write has stored it.
 
