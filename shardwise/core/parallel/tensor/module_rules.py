@@ -29,9 +29,10 @@ class Attention:
         out: the output projection.
         core: the module that computes attention and has the attributes below; empty: the module itself.
         head_dim: name of the attribute with the size of a head.
-        heads, kv_heads, groups, widths: names of the attributes that hold the number of query heads, of key/value
-            heads, of query heads per key/value head, and of elements of all query heads; those that exist are set to
-            the values of this rank.
+        heads: names of the attributes with the number of query heads, which are set to the number of this rank.
+        kv_heads: the same for the number of key/value heads.
+        groups: the same for the number of query heads per key/value head.
+        widths: the same for the number of elements of all query heads.
         config: attributes of the module's configuration from which it reads the number of query heads.
         grad_allreduce: modules that are applied to each head (norms), with one weight for all heads or a row per head.
         biases: embeddings with one number per head.
