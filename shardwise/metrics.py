@@ -78,7 +78,7 @@ class Metrics:
         if self.steps % self._every:
             return {}
         lr = float(optimizer.param_groups[0]["lr"])
-        values = {"loss": float(torch.as_tensor(loss).detach()), "lr": lr}  # waits for a GPU
+        values = {"loss": float(loss.detach() if isinstance(loss, torch.Tensor) else loss), "lr": lr}  # waits for a GPU
         values |= {"grad_norm": optimizer.get_grad_norm(), "loss_scale": optimizer.loss_scale}
         values |= {"skipped_steps": self.skipped_steps, **self._bytes()}
         now = time.perf_counter()

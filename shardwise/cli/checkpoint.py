@@ -384,8 +384,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _check_target(target: Path, overwrite: bool) -> bool:
     """Return True if ``target`` exists, and refuse what must not be replaced."""
-    there = os.path.lexists(target)
-    if there and not target.is_dir() and (target.is_symlink() or not target.is_file()):
+    there = target.exists()
+    if there and not target.is_dir() and not target.is_file():
         raise BadInput(f"{target}: is no directory and no regular file; give another path")
     if there and not overwrite and (target.is_file() or any(target.iterdir())):
         what = "is a file" if target.is_file() else "is not empty"

@@ -72,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
 
     try:
         plan = _plan(options)
-        if options.rank > 0 and options.ranks == 1:
+        if options.rank > 1 and options.ranks == 1:
             raise BadInput(f"--rank {options.rank} with --ranks 1: did you mean --ranks {options.rank}?")
         option("--rank", integer, options.rank, 0, plan.mesh.resolve(options.ranks).dp_shard - 1)
         model = _model(options.model)

@@ -47,7 +47,8 @@ class OneLineParser(argparse.ArgumentParser):
         names = r"unrecognized arguments: .*?(--[^\s=]+)|invalid choice: '(.*?)' \(choose from (.*)\)"
         if wrong := re.search(names, message):
             known = re.findall(r"[\w-]+", wrong[3] or " ".join(self._option_string_actions))
-            message = f"{message}; {did_you_mean(wrong[1] or wrong[2], known, '')}".removesuffix("; ")
+            near = did_you_mean((wrong[1] or wrong[2]).lstrip("-"), [each.lstrip("-") for each in known], "", 0.7)
+            message = f"{message}; {near.replace(chr(39), chr(39) + '--', 1) if wrong[1] else near}".removesuffix("; ")
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def _parse_optional(self, arg_string: str) -> Any:

@@ -66,6 +66,8 @@ def main(options: argparse.Namespace) -> int:
             unread.append(f"{path}: {problem.strerror}")
         except (SyntaxError, ValueError, RecursionError) as problem:
             unread.append(f"{path}: not Python ({in_a_line(str(problem))})")
+    if not programs and not unread:
+        raise BadInput(f"no Python file in {', '.join(map(str, options.files))}: name programs or folders of them")
     changed = {path for path, (old, new, _) in programs.items() if new != old}
     if options.write:
         for path in changed:  # write all of them, even if standard output was closed
@@ -92,8 +94,6 @@ def _programs(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         below = ((each, each.relative_to(path).parts) for each in sorted(path.rglob("*.py")))
         programs = [p for p, parts in below if "site-packages" not in parts and not any(x[0] == "." for x in parts)]
-        if path.is_dir() and not programs:
-            raise BadInput(f"no Python file in {path}: name programs or folders of them")
         yield from programs if path.is_dir() else [path]
 
 

@@ -208,7 +208,7 @@ def guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:
     except through:
         raise
     except SystemExit as end:
-        raise BadInput(f"{what} ended with exit status {end.code or 0}") from None
+        raise BadInput(f"{what} ended with exit status {end.code or 0}"[:200]) from None
     except Exception as problem:
         last = traceback.extract_tb(problem.__traceback__)[-1]
         # For a file that cannot be read or compiled it is in Python's import system, and the message names the file.
@@ -223,7 +223,11 @@ def make_optimizer(name: str, model: Any) -> Any:
 
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
-        hint = did_you_mean(name, torch.optim.__all__, "give one such as AdamW, Adam or SGD")
+        by_lower = {
+            each.lower(): each for each in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
+        }
+        near = by_lower.get(name.lower(), name)
+        hint = did_you_mean(near, by_lower.values(), "give one such as AdamW, Adam or SGD")
         raise BadInput(f"--optimizer {name}: no optimizer of torch.optim; {hint}")
     construct: Callable[[Any], Any] = kind
     trained = [p for p in model.parameters() if p.requires_grad]

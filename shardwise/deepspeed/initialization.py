@@ -97,10 +97,10 @@ def initialize(
         )
     if dist_init_required is not False:
         init_distributed()
-    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    if state is not None and state._shared_state:  # without these, accelerate is not in use
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.AcceleratorState._shared_state:  # there is an Accelerator, which divides batches
         without_gpu = "call accelerate.PartialState(cpu=True) before Accelerator or TrainingArguments"
-        check_known_ranks("accelerate", state().num_processes, without_gpu)
+        check_known_ranks("accelerate", state.PartialState().num_processes, without_gpu)
     group, model_axis = groups_of(mpu, model)
     ranks = len(ranks_of("group", group))
     settings = read_config(with_tp_size(_with_mesh(_chosen(args, config, config_params), mesh_param), model))

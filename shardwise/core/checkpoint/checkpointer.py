@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from shardwise.core.base.validate import MOST_STEP, as_path, boolean, check_type, integer
@@ -83,7 +83,7 @@ class Checkpointer:
         if keep is not None:
             integer("keep", keep, 1, what="how many checkpoints remain (None: all),")
         boolean("use_async", use_async)
-        check_type("lr_schedulers", lr_schedulers, Sequence, "a list of schedulers")
+        check_type("lr_schedulers", lr_schedulers, Collection, "a list of schedulers")
         step = self.steps if step is None else integer("step", step, 0, MOST_STEP)
         tag = check_tag(f"step-{step}" if tag is None else tag)
         root = as_path("root", root, "the directory of checkpoints")
@@ -181,7 +181,7 @@ class Checkpointer:
             ValueError: names, shapes or classes do not fit; nothing was changed.
         """
         root = as_path("root", root, "the directory of checkpoints")
-        check_type("lr_schedulers", lr_schedulers, Sequence, "a list of schedulers")
+        check_type("lr_schedulers", lr_schedulers, Collection, "a list of schedulers")
         self.wait_for_saves()
         with self._run.doing(f"loading checkpoint {tag!r} of {root}"):
             restored = restore(self._run, root, tag, strict, lr_schedulers, Fit(rename, rows), check)

@@ -225,7 +225,7 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
     for name, value in options.items():
         if name not in chosen.options:
             raise ValueError(f"{name}={value!r:.80}: format {format} has no such option; leave it out")
-    chosen.write(source, as_path("path", path), **options)
+    chosen.write(source, Path(as_path("path", path)), **options)
 
 
 def register_format(format: Format) -> Callable[[], None]:
