@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardwise.core.base.sizes import parse_size
 from shardwise.core.base.validate import did_you_mean
 
 
@@ -71,6 +72,14 @@ def nonempty_path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; give a file or directory")
     return Path(text)
+
+
+def size(text: str) -> int:
+    """Return the bytes of an argument such as ``5GB``."""
+    try:
+        return parse_size(text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
 
 
 def texts(docstring: str | None) -> dict[str, str]:

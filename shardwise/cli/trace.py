@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cli.errors import BadInput, check_writable, writing
-from shardwise.cli.parser import texts
+from shardwise.cli.parser import size, texts
 from shardwise.core.base.validate import did_you_mean
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
     add("--batch", metavar="FUNCTION", help="function in the same module that returns the batch")
     add("--optimizer", metavar="NAME", help="optimizer of torch.optim to step, such as AdamW (default: none)")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1 or meta (default: the device of the model)")
-    add("--capacity", metavar="SIZE", help="memory of the device, such as 24GiB (default: that of the GPU)")
+    add("--capacity", type=size, metavar="SIZE", help="memory of the device, such as 24GiB (default: that of the GPU)")
     add("--stats", type=Path, metavar="FILE", help="draw this saved trace instead of running a step")
     add("--out", type=Path, default=Path("trace.svg"), metavar="FILE", help="path of the picture, as SVG")
     add("--json", type=Path, metavar="FILE", help="save the trace as JSON, for --stats")
@@ -55,25 +55,19 @@ def main(options: argparse.Namespace) -> int:
     """Trace or load, write the files, print; return 0, or 2 for bad input. Under a launcher only rank 0 writes and
     prints.
     """
-    from shardwise.core.base.sizes import parse_size
-
     if (options.target is None) == (options.stats is None):
         count = "neither" if options.target is None else "both"
         raise BadInput(f"{count} of FILE_OR_MODULE:FUNCTION and --stats given: give one of them")
     for path in (options.out, options.json, options.dump):
         if path is not None:
             check_writable(path)
-    try:
-        capacity = parse_size(options.capacity) if options.capacity is not None else None
-    except ValueError as problem:
-        raise BadInput(f"--capacity: {problem}") from None
-    stats = _saved(options, capacity) if options.stats is not None else _traced(options, capacity)
+    stats = _saved(options) if options.stats is not None else _traced(options)
     if os.environ.get("RANK", "0") == "0":
         _show(options, stats)
     return 0
 
 
-def _saved(options: argparse.Namespace, capacity: int | None) -> MemStats:
+def _saved(options: argparse.Namespace) -> MemStats:
     from dataclasses import replace
 
     from shardwise.core.memory.trace.stats import MemStats
@@ -87,7 +81,7 @@ def _saved(options: argparse.Namespace, capacity: int | None) -> MemStats:
         raise BadInput(f"--stats {options.stats}: {problem.strerror or problem}") from None
     except ValueError as problem:
         raise BadInput(f"--stats {problem}") from None
-    return stats if capacity is None else replace(stats, capacity_bytes=capacity)
+    return stats if options.capacity is None else replace(stats, capacity_bytes=options.capacity)
 
 
 def _show(options: argparse.Namespace, stats: MemStats) -> None:
@@ -112,7 +106,7 @@ def _show(options: argparse.Namespace, stats: MemStats) -> None:
     print(f"peak {size_text(stats.peak_bytes)}{capacity}{where}; picture in {options.out}")
 
 
-def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
+def _traced(options: argparse.Namespace) -> MemStats:
     import torch
     from torch import nn
 
@@ -144,7 +138,7 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
     optimizer = make_optimizer(options.optimizer, model) if options.optimizer is not None else None
     return guarded(
         f"the step of {options.target}",
-        lambda: trace_memory(model, batch, loss, optimizer=optimizer, capacity_bytes=capacity),
+        lambda: trace_memory(model, batch, loss, optimizer=optimizer, capacity_bytes=options.capacity),
     )
 
 
@@ -223,11 +217,8 @@ def make_optimizer(name: str, model: Any) -> Any:
 
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
-        by_lower = {
-            each.lower(): each for each in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
-        }
-        near = by_lower.get(name.lower(), name)
-        hint = did_you_mean(near, by_lower.values(), "give one such as AdamW, Adam or SGD")
+        known = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
+        hint = did_you_mean(name, known, "give one such as AdamW, Adam or SGD")
         raise BadInput(f"--optimizer {name}: no optimizer of torch.optim; {hint}")
     construct: Callable[[Any], Any] = kind
     trained = [p for p in model.parameters() if p.requires_grad]

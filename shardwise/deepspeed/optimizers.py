@@ -77,8 +77,7 @@ def _by_name(name: str) -> Any:
         # The sharded optimizer rejects LBFGS and SparseAdam; the others are DeepSpeed's own.
         known = {each: cls for each, cls in known.items() if each not in ("LBFGS", "SparseAdam")}
         known |= {"Lamb": FusedLamb, "Lion": Lion}
-        by_lower = {n.lower(): n for n in known}
-        hint = did_you_mean(by_lower.get(name.lower(), name), known, f"known: {', '.join(known)}", 0.4)
+        hint = did_you_mean(name, known, f"known: {', '.join(known)}", 0.4)
         raise ValueError(f"optimizer.type={name!r} is not known; {hint}")
     return known[name]
 

@@ -62,9 +62,11 @@ def class_name(kind: type) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.5) -> str:
-    """Return a hint for an error about an unknown ``name``: the nearest of the ``known``, or else ``otherwise``."""
-    near = difflib.get_close_matches(name, list(known), 1, cutoff)
-    return f"did you mean {near[0]!r}?" if near else otherwise
+    """Return a hint for an error about an unknown ``name``: the nearest of the ``known``, or else ``otherwise``. Case
+    does not count."""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, 1, cutoff)
+    return f"did you mean {by_lower[near[0]]!r}?" if near else otherwise
 
 
 def require(condition: bool, message: str) -> None:
