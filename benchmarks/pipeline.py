@@ -17,16 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.table import replace_section
-from shardwise.core.parallel.pipeline import (
-    Body,
-    Passes,
-    StageRun,
-    WeightGradients,
-    make_schedule,
-    split_batch,
-    stage_model,
-)
-from shardwise.core.parallel.pipeline.schedule import Span, bubble_fraction, expected_bubble
+from shardwise.core.parallel.pipeline.batch import split_batch
+from shardwise.core.parallel.pipeline.run import StageRun
+from shardwise.core.parallel.pipeline.schedule import Span, bubble_fraction, expected_bubble, make_schedule
+from shardwise.core.parallel.pipeline.split import Passes, WeightGradients
+from shardwise.core.parallel.pipeline.staging import Body, stage_model
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 WIDTH = 8

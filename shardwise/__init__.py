@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardwise.core.memory.trace.standalone import trace_memory
     from shardwise.core.mesh import init_distributed, shutdown
     from shardwise.core.parallel.float8 import convert_to_float8_training
-    from shardwise.core.parallel.pipeline import Body, known_bodies, register_body
+    from shardwise.core.parallel.pipeline.staging import Body, known_bodies, register_body
     from shardwise.core.parallel.sequence import SequenceBody, known_sequences, register_sequence
     from shardwise.core.parallel.tensor import (
         Architecture,
@@ -117,7 +117,7 @@ _NAMES = {
         "Architecture Attention Embedding Head Mlp known_architectures propose_architecture register_architecture"
     ),
     "core.parallel.float8": "convert_to_float8_training",
-    "core.parallel.pipeline": "Body known_bodies register_body",
+    "core.parallel.pipeline.staging": "Body known_bodies register_body",
     "core.parallel.sequence": "SequenceBody known_sequences register_sequence",
     "core.engine.memory_report": "MemoryReport",
     "core.engine.module": "ShardedModule",

@@ -29,7 +29,7 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint import PortableFiles, Restored, write_lr_scheduler
 from shardwise.core.checkpoint.load_plan import Fit, Rows
 from shardwise.core.checkpoint.schedulers import fitting_state
-from shardwise.core.parallel.pipeline import merged
+from shardwise.core.parallel.pipeline.batch import merged
 
 
 class SaveOptions(TypedDict, total=False):

@@ -58,7 +58,8 @@ def main(options: argparse.Namespace) -> int:
     if path is not None:
         check_writable(path)
 
-    from shardwise.core.parallel.pipeline import draw_schedule, make_schedule, schedule_text
+    from shardwise.core.parallel.pipeline.picture import draw_schedule, schedule_text
+    from shardwise.core.parallel.pipeline.schedule import make_schedule
 
     try:
         schedule = make_schedule(options.style, options.pp, chunks, options.microbatches)

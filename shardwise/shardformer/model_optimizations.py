@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.parallel.module_classes import Mixin, mixed_class
-from shardwise.core.parallel.pipeline import layers_of_stages
+from shardwise.core.parallel.pipeline.staging import layers_of_stages
 from shardwise.shardformer.shard_config import GradientCheckpointConfig
 
 FLASH = "sdpa"

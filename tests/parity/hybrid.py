@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.mesh import Mesh
-from shardwise.core.parallel.pipeline import split_batch
+from shardwise.core.parallel.pipeline.batch import split_batch
 from shardwise.plan import MeshPlan, PipelinePlan, Plan, SequencePlan, TensorPlan, replicated, zero
 from shardwise.session import Session, build
 from tests.support.engine_setup import adam

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.parallel.pipeline import split_batch
+from shardwise.core.parallel.pipeline.batch import split_batch
 from shardwise.plan import PipelinePlan, zero
 from tests.support import tensor_cases
 from tests.support.late_setup import adamw, off, on_host, on_late_device, session_on_device, there

@@ -13,7 +13,8 @@ from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.deferred.construction import is_deferred
 from shardwise.core.engine.mixed_precision import dtype_of_buffer
 from shardwise.core.mesh import Mesh
-from shardwise.core.parallel.pipeline import SharedGradients, Staging, stage_model
+from shardwise.core.parallel.pipeline.shared import SharedGradients
+from shardwise.core.parallel.pipeline.staging import Staging, stage_model
 from shardwise.core.parallel.sequence import Sequences, share_sequences
 from shardwise.core.parallel.tensor import Axis, RngAlignment, TPPlan, cut_model
 from shardwise.core.shards.layout import ParamInfo

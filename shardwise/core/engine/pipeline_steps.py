@@ -16,18 +16,10 @@ from shardwise.core.engine.gradients import Arrived, Gradients
 from shardwise.core.engine.mixed_precision import map_tensors
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.parallel.pipeline import (
-    MicroBatch,
-    Outcome,
-    Passes,
-    Schedule,
-    StageRun,
-    WeightGradients,
-    custom_schedule,
-    make_schedule,
-    split_batch,
-    walk,
-)
+from shardwise.core.parallel.pipeline.batch import MicroBatch, split_batch
+from shardwise.core.parallel.pipeline.run import Outcome, StageRun
+from shardwise.core.parallel.pipeline.schedule import Schedule, custom_schedule, make_schedule
+from shardwise.core.parallel.pipeline.split import Passes, WeightGradients, walk
 from shardwise.plan.precision import HALF_DTYPES
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.core.comm import PeerError
-from shardwise.core.parallel.pipeline import split_batch
+from shardwise.core.parallel.pipeline.batch import split_batch
 from shardwise.shardformer import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 from shardwise.testing import PlainRecipe, PlainRun, assert_close, run_ranks, train_plain
 from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, loss_of, made, optimizer_of

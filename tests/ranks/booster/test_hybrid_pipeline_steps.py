@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.core.deferred import deferred_init
-from shardwise.core.parallel.pipeline import split_batch
+from shardwise.core.parallel.pipeline.batch import split_batch
 from shardwise.testing import assert_close, run_ranks, train_plain
 from tests.support.hybrid_setup import VOCABULARY, Texts, made, optimizer_of
 from tests.support.on_ranks import on_ranks, raises

@@ -11,7 +11,8 @@ from torch.nn import functional
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.core.comm import PeerError
-from shardwise.core.parallel.pipeline import Body, register_body, split_batch
+from shardwise.core.parallel.pipeline.batch import split_batch
+from shardwise.core.parallel.pipeline.staging import Body, register_body
 from shardwise.testing import assert_close
 from tests.support.on_ranks import on_ranks, raises
 

@@ -10,7 +10,8 @@ import torch
 from test_pipeline_stages import criterion
 from torch import Tensor
 
-from shardwise.core.parallel.pipeline import make_schedule, split_batch
+from shardwise.core.parallel.pipeline.batch import split_batch
+from shardwise.core.parallel.pipeline.schedule import make_schedule
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.session import build
 from shardwise.testing import run_ranks

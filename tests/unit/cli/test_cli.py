@@ -152,8 +152,7 @@ def test_launchers_of_two_hosts_form_one_group(tmp_path: Path, whole: bool) -> N
     script, folder = tmp_path / "script.py", tmp_path / "found"
     script.write_text(MEETING)
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = ["shardwise", "run", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     command += ["--rdzv-id", "meeting", "--node-rank"]
@@ -169,8 +168,9 @@ def test_launchers_of_two_hosts_form_one_group(tmp_path: Path, whole: bool) -> N
     assert {path.name for path in folder.iterdir()} == {f"started-by-{launcher.pid}" for launcher in (first, second)}
 
 
-def test_importing_the_command_line_does_not_import_torch() -> None:
-    done = python("-c", "import sys; import shardwise.cli.main; sys.exit('torch' in sys.modules)")
+def test_drawing_a_schedule_does_not_import_torch() -> None:
+    command = "from shardwise.cli.main import main; main(['schedule', '--pp', '2', '--microbatches', '2'])"
+    done = python("-c", f"import sys; {command}; sys.exit('torch' in sys.modules)")
     assert done.returncode == 0, done.stderr
 
 
@@ -244,9 +244,7 @@ def _launch(port: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *full(signal.SIGINT)])
 def test_signal_ends_a_launcher_in_the_rendezvous(number: signal.Signals) -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(SECONDS)
         launcher = Forked(forked(_launch, silent.getsockname()[1]))
         try:

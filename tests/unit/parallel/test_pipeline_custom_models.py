@@ -18,18 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.core.parallel.pipeline import (
-    Body,
-    Passes,
-    StageRun,
-    WeightGradients,
-    make_schedule,
-    split_batch,
-    stage_model,
-)
-from shardwise.core.parallel.pipeline.run import is_sentinel, sentinel
-from shardwise.core.parallel.pipeline.split import WeightsApart
-from shardwise.core.parallel.pipeline.staging import TABLES
+from shardwise.core.parallel.pipeline.batch import split_batch
+from shardwise.core.parallel.pipeline.run import StageRun, is_sentinel, sentinel
+from shardwise.core.parallel.pipeline.schedule import make_schedule
+from shardwise.core.parallel.pipeline.split import Passes, WeightGradients, WeightsApart
+from shardwise.core.parallel.pipeline.staging import TABLES, Body, stage_model
 from shardwise.testing import assert_close
 from tests.support.hybrid_setup import VOCABULARY, WIDTH, made
 from tests.support.on_ranks import raises

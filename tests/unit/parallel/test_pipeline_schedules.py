@@ -17,11 +17,11 @@ import transformers
 from torch import nn
 
 from shardwise.cli.main import main
-from shardwise.core.parallel import pipeline
-from shardwise.core.parallel.pipeline import Body, make_schedule, schedule_text, split_batch, stage_model
-from shardwise.core.parallel.pipeline.batch import check_mergeable, detached, merged
+from shardwise.core.parallel.pipeline.batch import check_mergeable, detached, merged, split_batch
+from shardwise.core.parallel.pipeline.picture import draw_schedule, schedule_text
 from shardwise.core.parallel.pipeline.run import STEPS, StageRun
-from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, custom_schedule, simulate
+from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, custom_schedule, make_schedule, simulate
+from shardwise.core.parallel.pipeline.staging import Body, layers_of_stages, stage_model
 from shardwise.plan import PipelinePlan
 from shardwise.plan.parallel import MOST_MICROBATCHES, MOST_STAGES
 from tests.support.on_ranks import raises
@@ -30,10 +30,10 @@ from tests.support.tensor_cases import decoder
 
 def test_layers_are_divided_evenly() -> None:
     expected = {8: [2, 2, 2, 2], 5: [1, 2, 1, 1], 6: [1, 2, 2, 1], 7: [2, 2, 2, 1]}
-    assert {layers: pipeline.layers_of_stages(layers, 4) for layers in expected} == expected
-    assert pipeline.layers_of_stages(5, 2, [1, 4]) == [1, 4]
+    assert {layers: layers_of_stages(layers, 4) for layers in expected} == expected
+    assert layers_of_stages(5, 2, [1, 4]) == [1, 4]
     for layers, stages, given in ((3, 4, None), (5, 2, [2, 2]), (5, 2, [5, 0]), (5, 2, [1, 2, 2])):
-        raises(ValueError, rf"{layers} layers", pipeline.layers_of_stages, layers, stages, given)
+        raises(ValueError, rf"{layers} layers", layers_of_stages, layers, stages, given)
 
 
 def test_batches_of_any_form_are_divided_by_rows() -> None:
@@ -235,7 +235,7 @@ def test_schedule_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     arguments = ["schedule", "--pp", "2", "--microbatches", "3", "--style", "zbv"]
     assert main([*arguments, "--svg", str(tmp_path / "zbv.svg")]) == 0
     assert capsys.readouterr().out == f"{SMALL}picture: {tmp_path / 'zbv.svg'}\n"
-    assert (tmp_path / "zbv.svg").read_text() == pipeline.draw_schedule(make_schedule("zbv", 2, 2, 3))
+    assert (tmp_path / "zbv.svg").read_text() == draw_schedule(make_schedule("zbv", 2, 2, 3))
     for times in ("1e308", "1e-320"):
         assert main([*arguments, "--times", times, times, times]) == 0
         assert capsys.readouterr().out == SMALL
