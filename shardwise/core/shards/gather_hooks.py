@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,9 +59,6 @@ def outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
         return disabled(*args) if compiles_frames() else hook(*args)
 
     return never_compiled(outside)
-
-
-never_compiled(compiles_frames)  # called from a frame that is not compiled, it would be one to compile
 
 
 def skipped_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
@@ -124,7 +122,7 @@ def outside_transforms() -> AbstractContextManager[None]:
 # * A _SavedView is valid as long as the chunk's generation, which counts updates, is the same. Saved tensors have
 #   version counters for that.
 # * If other hooks (activation checkpointing, save_on_cpu) are active when a module with parameters begins, ours go on
-#   top and pass every tensor that is not a weight on to them (_Composed).
+#   top and pass every tensor that is not a weight on to them (_pack_on_top).
 # * Where no hooks are possible (most torch.func transforms; hooks pushed inside a module's own forward) a saved view
 #   keeps its array, and a saved parameter is not evicted; see [Note: Who counts as a reader].
 @dataclass(frozen=True)
@@ -248,7 +246,9 @@ class GatherHooks:
         self.units_of: dict[str, list[int]] = {}
         """By FQN of a module: the units that it acquires before its forward."""
         self._running = _Running()
+        never_compiled(compiles_frames)  # called from a frame that is not compiled, it would be one to compile
         self._saved_hooks = outside_compile(self._pack), outside_compile(self._unpack)
+        self._hooks_on_top = outside_compile(self._pack_on_top), outside_compile(self._unpack_on_top)
         self._handles: list[Any] = []
         self._swapped: list[nn.Module] = []
         self._settles = False
@@ -389,8 +389,7 @@ class GatherHooks:
             return None  # some torch.func transforms allow none
         pack, unpack = self._saved_hooks
         if outer is not None:
-            composed = _Composed(self, *outer)
-            pack, unpack = composed.pack, composed.unpack
+            pack, unpack = partial(self._hooks_on_top[0], outer[0]), partial(self._hooks_on_top[1], outer[1])
         push_saved_hooks(pack, unpack)
         packs.append(pack)
         return pack
@@ -454,6 +453,13 @@ class GatherHooks:
             return saved.tensor
         return self.read(saved)
 
+    def _pack_on_top(self, hook: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> _SavedView | _SavedByOthers:
+        """Give other hooks every tensor that is not a weight."""
+        return self.saved_view(tensor) or _SavedByOthers(hook(tensor))
+
+    def _unpack_on_top(self, hook: Callable[[Any], torch.Tensor], saved: _SavedView | _SavedByOthers) -> torch.Tensor:
+        return hook(saved.packed) if isinstance(saved, _SavedByOthers) else self.read(saved)
+
     def read(self, saved: _SavedView) -> torch.Tensor:
         """Return the view that was saved, gathering its chunk if need be."""
         chunk = saved.chunk
@@ -476,23 +482,6 @@ class GatherHooks:
             module._parameters = dict(module._parameters.items())
         self._handles.clear()
         self._swapped.clear()
-
-
-class _Composed:
-    """Saved-tensor hooks on top of others, which get every tensor that is not a weight."""
-
-    def __init__(
-        self, ours: GatherHooks, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-    ) -> None:
-        self._ours, self._pack, self._unpack = ours, pack, unpack
-
-    @outside_compile
-    def pack(self, tensor: torch.Tensor) -> _SavedView | _SavedByOthers:
-        return self._ours.saved_view(tensor) or _SavedByOthers(self._pack(tensor))
-
-    @outside_compile
-    def unpack(self, saved: _SavedView | _SavedByOthers) -> torch.Tensor:
-        return self._unpack(saved.packed) if isinstance(saved, _SavedByOthers) else self._ours.read(saved)
 
 
 def trace_hooks(model: nn.Module, pool: ChunkPool, units_of: dict[str, list[int]]) -> list[Callable[[], None]]:
