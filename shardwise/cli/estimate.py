@@ -29,11 +29,6 @@ from shardwise.core.base.validate import MOST_RANKS, integer
 KINDS = ("parameters", "gradients", "masters", "optimizer state", "buffers", "total")
 TIERS = ("device", "host", "disk")
 EXPLAINED = (ValueError, TypeError, NotImplementedError)  # their messages say what to do
-NOT_ESTIMATED = {
-    "pp": "estimate a function that returns the modules of one stage, with the ranks of that stage as --ranks",
-    "replicas": "estimate the ranks of one copy: leave --replicas out and divide --ranks by it",
-}
-"""What to do instead, by setting of ``shardwise.shard()``."""
 
 
 def add_parser(commands: Any) -> None:
@@ -49,8 +44,8 @@ def add_parser(commands: Any) -> None:
     add("--optimizer", default="AdamW", metavar="NAME", help="optimizer of torch.optim")
     add("--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks")
     add("--sp", type=int, default=1, metavar="N", help="number of sequence-parallel ranks")
-    for name in NOT_ESTIMATED:
-        add(f"--{name}", type=int, default=1, help=argparse.SUPPRESS)
+    add("--replicas", type=int, default=1, metavar="N", help="number of copies of the sharded model")
+    add("--pp", type=int, default=1, help=argparse.SUPPRESS)
     add("--device", choices=("cuda", "cpu"), default="cuda", help="device of the ranks")
     add("--rank", type=int, default=0, metavar="R", help="index among the ranks that shard; 0 has the most")
     add("--json", action="store_true", help="print bytes by memory (device, host, disk) and kind as JSON")
@@ -60,9 +55,9 @@ def add_parser(commands: Any) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print the estimate; return 0, or 2 for bad input."""
     option("--ranks", integer, options.ranks, 1, MOST_RANKS)
-    for name, instead in NOT_ESTIMATED.items():
-        if getattr(options, name) != 1:
-            raise BadInput(f"--{name} {getattr(options, name)} cannot be estimated; {instead}")
+    if options.pp != 1:
+        instead = "a function that returns the modules of one stage, with the ranks of that stage as --ranks"
+        raise BadInput(f"--pp {options.pp} cannot be estimated; estimate {instead}")
     if options.offload_params not in (None, "device") and options.stage < 3:
         raise BadInput(f"--offload-params {options.offload_params} with --stage {options.stage}: use --stage 3")
     if options.optimizer == "Adafactor":
@@ -90,7 +85,7 @@ def _plan(options: argparse.Namespace) -> Any:
     from shardwise.plan import DiskPlan
     from shardwise.session import Settings
 
-    sizes = {name: getattr(options, name) for name in ("stage", "precision", "tp", "sp")}
+    sizes = {name: getattr(options, name) for name in ("stage", "precision", "replicas", "tp", "sp")}
     state = options.offload or "device"
     homes = {"state": state, "param": options.offload_params or (state if options.stage == 3 else "device")}
     shares: dict[str, Any] = {f"{kind}_{home}_fraction": 1.0 for kind, home in homes.items() if home != "device"}

@@ -97,10 +97,10 @@ class MeshPlan:
         sizes |= {name: size for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1}
         known = prod(size for size in sizes.values() if size != -1)
         if world_size % known:
+            shown = [f"{name}={n}{' (replicas)' * (name == 'dp_replicate')}" for name, n in sizes.items() if n > 1]
             raise ValueError(
-                f"{' x '.join(f'{name}={n}' for name, n in sizes.items() if n > 1)} needs a multiple of {known} ranks, "
-                f"but the number of ranks is {world_size}. Start another number with torchrun or 'shardwise run', or "
-                f"change the sizes"
+                f"{' x '.join(shown)} needs a multiple of {known} ranks, but the number of ranks is {world_size}. "
+                "Start another number with torchrun or 'shardwise run', or change the sizes"
             )
         axes = {name: world_size // known if size == -1 else size for name, size in sizes.items()}
         require(

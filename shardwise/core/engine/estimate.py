@@ -31,7 +31,7 @@ def estimate_memory(
     Args:
         model: the model, which may be on the meta device.
         optimizer: the optimizer of the model's parameters. Factored state (Adafactor) is not counted.
-        plan: without pipeline stages, replicas, secondary shards and updates during backward.
+        plan: without pipeline stages, secondary shards and updates during backward.
         ranks: number of ranks.
         rank: index among the ranks that shard parameters.
         device: ``"cpu"`` or ``"cuda"``.
@@ -44,6 +44,7 @@ def estimate_memory(
     rule, shard, unsharded = plan.shard, sizes.dp_shard, [0] if needs_whole_tensors(optimizer) else []
     layout = make_layout(facts, model, rule.packing, shard, sizes.dp_replicate, rule.groups, unsharded)
     table = place(plan, layout, RankFacts(rank, shard, device)).chunks
+    exchanged = shard > 1 < sizes.dp_replicate  # on the device, by replicas
     by_tier = {tier: Counter[str]() for tier in ("device", "host", "disk")}
     state_bytes = cache(partial(_state_bytes, optimizer))
     for each in table:
@@ -55,9 +56,11 @@ def estimate_memory(
             dims = len(facts[piece.param].shape) if each.spec.unsplit else 1
             once, element = state_bytes(dims, each.master_dtype or each.spec.dtype)
             state["optimizer state"] += once + (piece.end - piece.start) * element
-        # Full gradients include the shard, unless a GPU moves it to the host.
-        apart = plan.shard.reduce == "every" or (home.grad is not Tier.DEVICE and device == "cuda")
-        if each.spec.trainable and apart:
+        if each.spec.trainable and exchanged:
+            by_tier["device"]["gradients"] += numel * each.reduce_dtype.itemsize
+        # Full and exchanged gradients include the shard, unless a GPU moves it to the host.
+        apart = (plan.shard.reduce == "every" and not exchanged) or (home.grad is not Tier.DEVICE and device == "cuda")
+        if each.spec.trainable and (apart or each.reduce_dtype != each.accumulate_dtype):
             by_tier[home.grad.value]["gradients"] += numel * each.accumulate_dtype.itemsize
     by_tier["device"]["gradients"] += _exchange_bytes([each for each in table if each.spec.trainable], plan)
     by_tier["device"]["buffers"] = buffer_bytes(model, plan.precision.buffer_dtype)

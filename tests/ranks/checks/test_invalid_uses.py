@@ -198,7 +198,7 @@ def twice(model: nn.Module) -> object:
 REFUSED: list[tuple[Make, Plan, tuple[str, ...]]] = [
     (twice, zero(2), ("1.weight", "two optimizers")),
     (lambda m: torch.optim.Adam(m.parameters(), differentiable=True), zero(3), ("differentiable=True",)),
-    (lambda m: None, zero(1, dp_replicate=3), ("number of ranks is 2", "dp_replicate=3")),
+    (lambda m: None, zero(1, dp_replicate=3), ("number of ranks is 2", "dp_replicate=3 (replicas)")),
     (lambda m: None, zero(1).but(mesh=MeshPlan(dp_shard=4, dp_replicate=-1)), ("number of ranks is 2", "dp_shard=4")),
     (lambda m: None, zero(3).but(packing=ByModule(unit_classes=("Conv9d",))), ("Conv9d", "Linear")),
 ]
