@@ -260,10 +260,12 @@ def _all_started(facts: LaunchFacts) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerError(
-            f"rank {facts.rank} of {facts.world_size}: not all ranks have started: {error}. Look at the first error of "
-            "the other ranks, and check MASTER_ADDR and MASTER_PORT"
-        ) from error
+        problem = f"not all ranks have started: {error}"
+        advice = "Look at the first error of the other ranks, and check MASTER_ADDR and MASTER_PORT"
+        if "EADDRINUSE" in str(error):
+            problem = f"MASTER_PORT={os.environ.get('MASTER_PORT')} is in use by another program on this host"
+            advice = "Set MASTER_PORT to a free port on every rank, or end that program"
+        raise PeerError(f"rank {facts.rank} of {facts.world_size}: {problem}. {advice}") from error
 
 
 def rank_device(device: torch.device, rank: int, chosen: str | None = None) -> RankDevice:

@@ -7,6 +7,7 @@
 """
 
 import os
+import socket
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,6 +184,9 @@ def test_a_missing_rank_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
     raises(PeerError, "rank 0 of 2: not all ranks have started", launch._store, facts, timedelta(seconds=1))
+    with socket.create_server(("", 0)) as other:
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        raises(PeerError, "MASTER_PORT=[0-9]+ is in use", launch._store, facts, timedelta(seconds=1))
 
 
 CPU = torch.device("cpu")
