@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.cli.errors import BadInput, option
-from shardwise.cli.parser import nonempty_path, texts
-from shardwise.core.base.sizes import parse_size, size_text
+from shardwise.cli.parser import nonempty_path, size, texts
+from shardwise.core.base.sizes import size_text
 from shardwise.core.base.validate import number, printable
 
 if TYPE_CHECKING:
@@ -43,14 +43,19 @@ OPTION_FORMATS: dict[str, tuple[str, ...]] = {
 """Options that only some formats have."""
 
 
-def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dtype | None, megabytes: float) -> None:
+def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dtype | None) -> None:
     """Write ``source`` as the options say.
 
     Raises:
         CheckpointError, OSError, ValueError, TypeError: the target cannot be written; no half-written file is left.
     """
-    from shardwise.core.checkpoint.formats import write_checkpoint
+    from shardwise.core.checkpoint.formats.registry import formats_at, write_checkpoint
 
+    format = "dcp" if options.to in LAYOUTS else options.to
+    for other in formats_at(options.target) if options.target.is_dir() else ():
+        if other.name != format and not other.of_run:
+            what = f"holds a checkpoint of format {other.name}, which --to {options.to} does not replace"
+            raise ValueError(f"{options.target}: {what}; give another path, or remove it")
     for name, kinds in OPTION_FORMATS.items():
         value = getattr(options, name)
         if value is not None and value is not False and options.to not in kinds:
@@ -58,7 +63,7 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
             raise ValueError(f"--{name.replace('_', '-')}: {takers}; leave it out")
     more: dict[str, Any] = {}
     if options.to in OPTION_FORMATS["max_shard_size"]:
-        more["size_per_shard"] = megabytes
+        more["size_per_shard"] = (options.max_shard_size or 5e9) / 1024**2
     if options.to == "huggingface":
         more |= {name: _read_config(options.source, name) for name in ("config", "generation_config")}
         if options.config is not None:
@@ -69,7 +74,7 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
         more |= _adapter(source, options)
     elif options.to == "colossalai":
         more["safetensors"] = options.safetensors
-    write_checkpoint(source, options.target, "dcp" if options.to in LAYOUTS else options.to, dtype=dtype, **more)
+    write_checkpoint(source, options.target, format, dtype=dtype, **more)
 
 
 def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str, Any]:
@@ -179,9 +184,10 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     add("--to", required=True, choices=WRITTEN, metavar="FORMAT", help=f"format to write: {', '.join(WRITTEN)}")
     shown = f"model dtype: {', '.join(DTYPES)}, or short as bf16 (default: unchanged)"
     add("--dtype", type=lambda text: SHORT.get(text, text), choices=DTYPES, metavar="DTYPE", help=shown)
-    add("--overwrite", action="store_true", help="replace an existing checkpoint; other files of its directory stay")
+    add("--overwrite", action="store_true", help="replace a checkpoint of this format; other files stay")
     add = parser.add_argument_group("options of one format").add_argument
-    add("--max-shard-size", metavar="SIZE", help="huggingface, colossalai: largest file of the model (default: 5GB)")
+    largest = "huggingface, colossalai: largest file of the model (default: 5GB)"
+    add("--max-shard-size", type=size, metavar="SIZE", help=largest)
     add("--safetensors", action="store_true", help="colossalai: safetensors shards instead of .bin")
     add("--config", type=Path, metavar="FILE", help="huggingface: config.json or its directory (default: the source's)")
     file = "peft: adapter_config.json or its directory (default: the source's, or from --lora-alpha)"
@@ -357,7 +363,6 @@ def _convert(options: argparse.Namespace) -> int:
     from shardwise.core.checkpoint.atomic import DISK
     from shardwise.core.checkpoint.source import CheckpointError
 
-    megabytes = _megabytes("5GB" if options.max_shard_size is None else options.max_shard_size)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if os.path.realpath(options.source) == os.path.realpath(options.target):
         raise BadInput(f"{options.target}: source and target are the same; give another place to write to")
@@ -365,7 +370,7 @@ def _convert(options: argparse.Namespace) -> int:
     with _opened(options, "source") as source:
         watched = _Watched(source, f"writing {options.target}")
         try:
-            write(watched, options, dtype, megabytes)
+            write(watched, options, dtype)
         except (CheckpointError, OSError, ValueError, TypeError) as problem:
             if not existed:  # a format of several directories may have written the first ones
                 DISK.remove_tree(str(options.target))
@@ -391,13 +396,6 @@ def _check_target(target: Path, overwrite: bool) -> bool:
         what = "is a file" if target.is_file() else "is not empty"
         raise BadInput(f"{target}: {what}; give another path, or --overwrite to replace what is there")
     return there
-
-
-def _megabytes(text: str) -> float:
-    try:
-        return parse_size(text) / 1024**2
-    except ValueError as problem:
-        raise BadInput(f"--max-shard-size: {problem}") from None
 
 
 # ---- verify

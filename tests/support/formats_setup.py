@@ -1,6 +1,7 @@
-"""A checkpoint in memory with every odd case, and exact comparison of two checkpoints."""
+"""A checkpoint in memory with every odd case, exact comparison of two checkpoints, and a flipped bit."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,13 @@ import torch
 from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, group_record
 from shardwise.core.checkpoint.source import CheckpointSource
+
+
+def flip(file: Path, at: int) -> None:
+    """Flip one bit of the byte at ``at``."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1 << (at % 8)
+    file.write_bytes(content)
 
 
 def odd_model() -> dict[str, torch.Tensor]:

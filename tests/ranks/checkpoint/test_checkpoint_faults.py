@@ -34,6 +34,7 @@ from tests.faults.system import in_place_of_the_system
 from tests.support.checkpoint_setup import Held
 from tests.support.counters import forget_peak, resident_bytes
 from tests.support.engine_setup import one_mesh, sharded
+from tests.support.formats_setup import flip
 from tests.support.launching import forked, start
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
@@ -66,12 +67,6 @@ def test_interrupted_save_does_not_block_the_next_one(
     assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
 
 
-def change_a_byte(file: Path, at: int) -> None:
-    damaged = bytearray(file.read_bytes())
-    damaged[at] ^= 1
-    file.write_bytes(damaged)
-
-
 def test_keep_counts_complete_checkpoints_only(session: Session, tmp_path: Path) -> None:
     """``keep`` does not count checkpoints with a missing or truncated file, or with damage that a load detected."""
 
@@ -89,7 +84,7 @@ def test_keep_counts_complete_checkpoints_only(session: Session, tmp_path: Path)
     pieces("d").unlink()
     assert save("e", 2) == ["b", "c", "d", "e"]
     assert save("f", 2) == ["e", "f"]
-    change_a_byte(pieces("f"), -1)  # only a load can detect it
+    flip(pieces("f"), -1)  # only a load can detect it
     saver = Checkpointer(session)
     restored = saver.load(tmp_path, "auto")
     assert restored is not None and restored.tag == "e"
@@ -105,7 +100,7 @@ def test_auto_with_damaged_checkpoints_names_what_to_load_once(
     saver = Checkpointer(session)
     for tag in "ab":
         saver.save(tmp_path, tag)
-        change_a_byte(tmp_path / tag / file, -5)
+        flip(tmp_path / tag / file, -5)
     capsys.readouterr()
     error = raises(CheckpointDamage, None, lambda: saver.load(tmp_path, "auto"))
     said = capsys.readouterr().out
@@ -318,7 +313,7 @@ def saved(root: str) -> None:
 def loaded(root: str) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     with sharded(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3)) as session:
-        saver, own = Checkpointer(session), session.engine.shards.chunks[0].shard_numel * 4
+        saver, own = Checkpointer(session), session._engine.shards.chunks[0].shard_numel * 4
         is_new = forget_peak()
         before = resident_bytes("VmRSS")
         saver.load(root)

@@ -29,6 +29,7 @@ from shardwise.core.parallel.tensor import Part, ShardSpec
 from shardwise.core.parallel.tensor.stored_order import StoredCut, own_runs
 from shardwise.plan import replicated
 from shardwise.session import Session, build
+from tests.support.formats_setup import flip
 from tests.support.on_ranks import raises
 from tests.support.sets import campaign
 
@@ -76,13 +77,6 @@ def saved(root: Path, large: bool = False, tags: tuple[str, ...] = ("one",), **g
 def load(root: Path, tag: str | None = None) -> Any:
     with training(Small()) as session:
         return Checkpointer(session).load(root, tag)
-
-
-def flip(file: Path, at: int) -> None:
-    """Flip one bit of the byte at ``at``."""
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1 << (at % 8)
-    file.write_bytes(content)
 
 
 def flip_bytes(directory: Path, stride: int) -> int:

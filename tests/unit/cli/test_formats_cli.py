@@ -15,7 +15,7 @@ from shardwise.core.checkpoint.formats import open_checkpoint, write_single
 from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.torch_file import check_zip
-from tests.support.formats_setup import differing, odd_source, optimizer_facts, tensor
+from tests.support.formats_setup import differing, flip, odd_source, optimizer_facts, tensor
 from tests.support.huggingface_setup import gpt2
 from tests.support.on_ranks import raises
 from tests.support.program_setup import status
@@ -32,13 +32,6 @@ def refused(capsys: pytest.CaptureFixture[str], expected: str, *arguments: objec
     assert _run(*arguments) == 2, arguments
     shown = capsys.readouterr().err
     assert expected in shown and shown.count("\n") == 1 and "Traceback" not in shown, (arguments, shown)
-
-
-def flip(file: Path, at: int) -> None:
-    """Flip one bit of the byte at ``at``."""
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.fixture
@@ -71,6 +64,7 @@ def test_missing_and_ambiguous_checkpoints(places: dict[str, Path], tmp_path: Pa
     raises(FileNotFoundError, "no such file", lambda: open_checkpoint(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     raises(FileNotFoundError, "holds no checkpoint", lambda: open_checkpoint(tmp_path / "empty"))
+    raises(CheckpointError, "0 files", lambda: open_checkpoint(tmp_path / "empty", format="single"))
     write_single(odd_source(), places["single"].parent / "second.safetensors")
     raises(CheckpointError, "2 files and no index", lambda: open_checkpoint(places["single"].parent))
     (places["dcp"] / "adapter_config.json").write_text("{}")
@@ -132,6 +126,7 @@ def test_invalid_arguments(places: dict[str, Path], tmp_path: Path, capsys: pyte
         (["convert", dcp, tmp_path / "x.npz", "--to", "single"], "written as .safetensors"),
         (["convert", dcp, places["single"], "--to", "huggingface"], "is a file"),
         (["convert", dcp, "/dev/null", "--to", "single", "--overwrite"], "no regular file"),
+        (["convert", dcp, places["native"], "--to", "single", "--overwrite"], "holds a checkpoint of format native"),
         (["convert", dcp, x, "--to", "peft"], "no parameters of a LoRA adapter"),
         (["diff", dcp, dcp, "--rtol", "-1"], "--rtol -1"),
         (["diff", dcp, dcp, "--rtol", "nan"], "--rtol nan: give a finite number >= 0"),

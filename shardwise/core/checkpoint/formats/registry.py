@@ -86,17 +86,22 @@ def _is_colossalai(path: Path) -> bool:
 
 
 def _is_huggingface(path: Path) -> bool:
-    if any((path / name).is_file() for name in SINGLE_FILES):
-        return True
-    index = next((path / name for name in INDEX if (path / name).is_file()), None)
-    return index is not None and not _is_colossalai(path)
+    single, index = (any((path / name).is_file() for name in names) for names in (SINGLE_FILES, INDEX))
+    return single or (index and not _is_colossalai(path))
 
 
 def loose_files(path: Path) -> list[Path]:
     """Return the files of a directory that may each be a checkpoint."""
-    known = (".safetensors", *TORCH_SUFFIXES)
-    files = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
-    return [item for item in files if item.name != "training_args.bin"]  # this file of Trainer is never a model
+    files = sorted(f for f in path.iterdir() if f.suffix in (".safetensors", *TORCH_SUFFIXES) and f.is_file())
+    return [file for file in files if file.name != "training_args.bin"]  # this file of Trainer is never a model
+
+
+def _only_file(path: Path) -> Path:
+    files = loose_files(path)
+    if len(files) != 1:
+        listed = ", ".join(file.name for file in files[:5]) or "no .safetensors or torch file"
+        raise CheckpointError(f"{path} holds {len(files)} files and no index ({listed}); name the file to open")
+    return files[0]
 
 
 def _native_directory(path: Path) -> Path:
@@ -291,12 +296,9 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
         raise CheckpointError(f"{place} holds several formats: {', '.join(names)}; choose one with format=")
     if names:
         return names[0]
-    files = loose_files(place)
-    if len(files) == 1:
+    if loose_files(place):
+        _only_file(place)
         return "single"
-    if files:
-        listed = ", ".join(file.name for file in files[:5])
-        raise CheckpointError(f"{place} holds {len(files)} files and no index ({listed}); name the file to open")
     needs = ", ".join(each.needs for each in known_formats() if each.needs)
     raise FileNotFoundError(
         f"{place} holds no checkpoint: none of {needs} is in it; if a save did not finish, use an earlier one"
@@ -339,7 +341,6 @@ def open_checkpoint(
 
 
 def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenSource:
-    optimizer = options.optimizer
     place = located(Path(as_path("path", path)))
     name = format or detect_format(place)
     if place.is_file() and place.name.endswith(".json") and name != "colossalai":
@@ -347,16 +348,16 @@ def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenS
     known = next(each for each in known_formats() if each.name == name)
     if name == "native":
         return known.open(place, OpenOptions())
-    if optimizer is not None and "optimizer" not in known.takes:
+    if options.optimizer is not None and "optimizer" not in known.takes:
         raise ValueError(
-            f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model; leave it out"
+            f"optimizer={str(options.optimizer)!r}: format {name} of {place} keeps it with the model; leave it out"
         )
     if options.parameter_names is not None and "parameter_names" not in known.takes:
         raise ValueError(f"parameter_names: {place} is of format {name}, which has names; leave them out")
     if name == "single":
-        place = loose_files(place)[0] if place.is_dir() else place
+        place = _only_file(place) if place.is_dir() else place
     with reading(place):
-        return _checked(known.open(place, options), (place, optimizer))
+        return _checked(known.open(place, options), (place, options.optimizer))
 
 
 def _checked(source: OpenSource, places: Sequence[str | Path | None]) -> OpenSource:
