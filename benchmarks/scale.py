@@ -184,9 +184,9 @@ def measure(name: str, blocks: int, ranks: int, transport: Transport, times: boo
         operations = sum(asked.calls.values())
         received = sum(asked.received_bytes.get(kind, 0) for kind in ("all_gather", "receive"))
         kept = [
-            session.engine.shards.layout,
+            session._engine.shards.layout,
             mesh.ranks,
-            [each.source.exchange.bounds for each in session.engine.shards.chunks],
+            [each.source.exchange.bounds for each in session._engine.shards.chunks],
         ]
         found = Row(
             name,

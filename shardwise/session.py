@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,7 +87,7 @@ class Session:
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
         report = partial(engine.accounts.report, engine.pool, engine.grads.reducer)
-        self.engine, self.module = engine, ShardedModule(engine.values, engine.model_hooks, report)
+        self._engine, self.module = engine, ShardedModule(engine.values, engine.model_hooks, report)
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
         shards = self._shards = engine.shards
@@ -121,7 +120,7 @@ class Session:
 
     def expect_backward(self, loss_scale: float) -> None:
         """Announce the caller's ``loss.backward()``, of a loss that it multiplied by ``loss_scale``."""
-        self.engine.guards.check_open("backward()")
+        self._engine.guards.check_open("backward()")
         self.passes.expect(loss_scale)
 
     def drop_gathered(self, to_system: bool = True) -> None:
@@ -130,7 +129,7 @@ class Session:
         Args:
             to_system: also release the unused memory of the device's caching allocator.
         """
-        self.engine.pool.drop_idle()
+        self._engine.pool.drop_idle()
         if to_system:
             give_back(self.mesh.device)
 
@@ -150,7 +149,7 @@ class Session:
             RuntimeError: there are gradients that no step has used, updates run during backward, or the session is
                 closed.
         """
-        self.engine.guards.check_open("offload_states()")
+        self._engine.guards.check_open("offload_states()")
         if self.has_gradients or self.plan.grad.update == "backward":
             raise RuntimeError(
                 f"offload_states() with has_gradients={self.has_gradients}, update={self.plan.grad.update!r}: call it "
@@ -169,7 +168,7 @@ class Session:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes are not reduced (plans that keep full gradients only)."""
-        return self.engine.grads.no_sync()
+        return self._engine.grads.no_sync()
 
     @property
     def data_ranks(self) -> int:
@@ -184,7 +183,7 @@ class Session:
     @property
     def has_gradients(self) -> bool:
         """Whether this rank has gradients that no step has used."""
-        return any(state.present for state in self.engine.grads.states.values())
+        return any(state.present for state in self._engine.grads.states.values())
 
     @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:
@@ -199,20 +198,20 @@ class Session:
         Raises:
             RuntimeError: the plan does not keep gradients (``update="backward"``), or the session is closed.
         """
-        self.engine.guards.check_open("full_gradients()")
+        self._engine.guards.check_open("full_gradients()")
         if self.plan.grad.update == "backward":
             raise RuntimeError(
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced, and not kept; use update='step' to read them"
             )
         self.passes.reduce_unreduced()
-        facade, table = self.engine.grads.facade, self._shards.partition.table
+        facade, table = self._engine.grads.facade, self._shards.partition.table
         facade.collect()
         # -1: of parameters that no optimizer holds, which carry loss scale and weights as well.
         divisors = {index: facade.divisor(index) for index in range(-1, len(self.optimizers))}
         return {
             table.facts[place].names[0]: value.div_(divisors[optimizer])
-            for place, optimizer, value in full_gradients(self._shards, self.engine.grads.states)
+            for place, optimizer, value in full_gradients(self._shards, self._engine.grads.states)
         }
 
     # ---- parameters
@@ -223,7 +222,7 @@ class Session:
 
     def saved_names(self) -> dict[int, tuple[str, ...]]:
         """Return the names in ``state_dict()`` by index in :attr:`params`, without parameters that hooks omit."""
-        names = self.engine.guards.state_dicts.names().of_parameter
+        names = self._engine.guards.state_dicts.names().of_parameter
         return {index: tuple(own) for index, own in names.items()}
 
     def one(self, param: nn.Parameter) -> OneParameter | None:
@@ -232,7 +231,7 @@ class Session:
         Return ``None`` if the parameter belongs to another model.
         """
         places = self._places([param])
-        return OneParameter(self.values, self.engine.grads, self.optimizers, places[0]) if places else None
+        return OneParameter(self.values, self._engine.grads, self.optimizers, places[0]) if places else None
 
     def _places(self, params: Iterable[nn.Parameter]) -> list[int]:
         """Return the sorted indices in :attr:`params` of the ``params`` that belong to this model."""
@@ -272,7 +271,7 @@ class Session:
         Parameters with fp32 masters get the values of the masters. The optimizer's state stays sharded, so create a
         new optimizer.
         """
-        if self.engine.guards.unsharded:
+        if self._engine.guards.unsharded:
             return
         values: dict[int, torch.Tensor] = {}
         partition = self._shards.partition
@@ -285,7 +284,7 @@ class Session:
         for index, value in full_values(self._shards, masters=True):
             values[index] = value.to("cpu", copy=True)
         # Gathered parameters would be evicted later, with the user's values in them.
-        self.engine.pool.invalidate(everything=True)
+        self._engine.pool.invalidate(everything=True)
         self.close()
         if partition.tp_plan is not None:
             partition.tp_plan.remove()
@@ -295,7 +294,7 @@ class Session:
             adopt(param, values.pop(index))
             for follower in self._shards.chunks[self._shards.layout.where[index][0]].followers_of(index):
                 point(follower, param)
-        self.engine.guards.unsharded = True
+        self._engine.guards.unsharded = True
         for optimizer in self.optimizers:
             optimizer.close(unsharded=True)
 
@@ -312,7 +311,7 @@ class Session:
         unsharded arrays of chunks that stay resident. The table describes the build: state that a later step moves
         (``auto``, :meth:`offload_states`) is counted by :meth:`memory`.
         """
-        return describe(self.engine.shards.storage.placement, self.engine.shards.layout)
+        return describe(self._engine.shards.storage.placement, self._engine.shards.layout)
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, by kind of operation, over all axes.
@@ -339,7 +338,7 @@ class Session:
 
     def memory_so_far(self) -> MemStats | None:
         """Return the memory trace of the current step until now, or of a failed step."""
-        return self.engine.meter.so_far() if self.engine.meter is not None else None
+        return self._engine.meter.so_far() if self._engine.meter is not None else None
 
     def use_memory_stats(self, stats: MemStats) -> None:
         """Place chunks by an earlier trace instead of a traced first step (``auto``).
@@ -352,12 +351,12 @@ class Session:
             ValueError: the trace has units or modules with other names or sizes than this model, or the plan has no
                 device capacity.
         """
-        if self.engine.meter is None:
+        if self._engine.meter is None:
             raise ValueError(
                 f"use_memory_stats() needs a device capacity, and the plan has {self.ledger.capacity_bytes}: "
                 "declare one (device_capacity_bytes), and give a trace that the same plan recorded"
             )
-        self.engine.meter.use(self.engine.model_hooks.by_units(stats))
+        self._engine.meter.use(self._engine.model_hooks.by_units(stats))
 
     @property
     def resident(self) -> bool:
@@ -367,7 +366,7 @@ class Session:
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self.engine.guards.closed
+        return self._engine.guards.closed
 
     def close(self) -> None:
         """Remove the hooks from the model, and free files, threads and memory. The mesh is not closed.
@@ -380,7 +379,7 @@ class Session:
         finally:
             for optimizer in self.optimizers:
                 optimizer.close()
-            self.engine.close()
+            self._engine.close()
 
 
 def build(
@@ -576,8 +575,7 @@ class Settings:
             place = f"offload={short_repr(self.offload)}: use 'host' for host memory, or a directory on a disk"
             if not isinstance(self.offload, (str, os.PathLike)):
                 raise TypeError(place)
-            near_host = difflib.get_close_matches(str(self.offload), ["host"], cutoff=0.75)
-            misspelled = near_host and not os.path.isdir(self.offload)
+            misspelled = did_you_mean(str(self.offload), ["host"], "", 0.75) and not os.path.isdir(self.offload)
             if isinstance(self.offload, str) and (NO_DIRECTORY.fullmatch(self.offload) or misspelled):
                 raise ValueError(f"{place} (write './{self.offload}' for a directory of that name)")
             disk = DiskPlan(directory=os.fspath(self.offload))

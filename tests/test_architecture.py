@@ -140,7 +140,7 @@ def check_front_ends(source: Source) -> list[str]:
         if unit_and_row(target)[0] in BELOW_SESSION
     ]
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "engine":
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "_engine":
             complaints.append(f"{source.name}:{node.lineno} reaches {ast.unparse(node)}: give Session a method for it")
     return complaints
 
@@ -400,7 +400,7 @@ BAD: list[tuple[Checker, Source, str]] = [
     (check_layers, _source("novelty", ""), "no row"),
     (check_attributes, _source("plan", f"class A:\n def f(self):\n  self.a{' = self.a'.join(MANY)} = 0"), "21"),
     (check_front_ends, _source("zero.x", "from shardwise.core.engine.module import ShardedModule"), "from session"),
-    (check_front_ends, _source("cli.x", "def f(session):\n    return session.engine.pool.peak"), "engine.pool"),
+    (check_front_ends, _source("cli.x", "def f(session):\n    return session._engine.pool.peak"), "engine.pool"),
     (check_sizes, _source("plan", "\n" * 901), "901 lines"),
     (check_sizes, _source("plan", "x = 1\n" * 601), "601 lines of code"),
     (check_sizes, _source("core.shards.utils", ""), "name the module"),
@@ -434,7 +434,7 @@ GOOD: list[tuple[Checker, Source]] = [
     (check_layers, _source("core.shards.gather", "from shardwise.core.shards import layout")),
     (check_layers, _source("testing", "from shardwise.cli import main")),
     (check_front_ends, _source("zero.x", "from shardwise.session import A\nfrom shardwise.core.mesh import Mesh")),
-    (check_front_ends, _source("session", "def f(session):\n    return session.engine.pool.peak")),
+    (check_front_ends, _source("session", "def f(session):\n    return session._engine.pool.peak")),
     (check_state, _source("cli.main", "import os\nx = os.environ")),
     (check_devices, _source("core.base.device", "import torch\nx = torch.cuda.current_stream(device)")),
     (check_devices, _source("plan", "import torch\ndef f(s: torch.cuda.Stream): return torch.cuda.is_available()")),

@@ -94,7 +94,7 @@ def gradients(plan: Plan, device_type: str, home: Tier) -> tuple[dict[str, Tenso
         (step,) = make_batches(case, dist.get_world_size(), 1, 2, torch.float32)
         for micro in step:
             session.backward(case.loss(session.module, to_device(micro[dist.get_rank()], device)))
-        grads = list(session.engine.grads.states.values())
+        grads = list(session._engine.grads.states.values())
         held = [each.reduced for each in grads if each.reduced is not None]
         assert len(held) == len(grads) > 0 and {each.home for each in grads} == {home}
         assert {tensor.device.type for tensor in held} == {"cpu" if home is Tier.HOST else device_type}
@@ -133,7 +133,7 @@ def train_stack(plan: Plan, device_type: str) -> Traced:
     """Train a stack with layers of 4 MiB and few activations."""
     device, run = device_of_rank(device_type), Traced()
     with highest_allocation(device) as peak, session_of(plan, device, Stack(WIDTH, DEPTH)) as session:
-        pool = session.engine.pool
+        pool = session._engine.pool
         for step in range(STEPS):
             before = pool.moved_bytes
             # With a sum the gradients are larger than the optimizer's eps, so the optimizer state matters.

@@ -130,7 +130,7 @@ def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
     device = device_of_rank(device_type)
     with session_of(plan, device, Stack(256, 4)) as session:
         on_device.both_passes(session, rows_of(256, 0, device))
-        shards, found = session.engine.shards, dict[str, bool]()
+        shards, found = session._engine.shards, dict[str, bool]()
         for chunk in shards.chunks:
             with chunk.opened() as shard:
                 found[f"shard {chunk.spec.index}"] = shard.is_pinned()
@@ -138,7 +138,7 @@ def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
             assert state.tier is not Tier.DEVICE
             if state.master is not None:
                 found[f"master {index}"] = state.master.is_pinned()
-        for index, grads in session.engine.grads.states.items():
+        for index, grads in session._engine.grads.states.items():
             if grads.reduced is not None:
                 found[f"gradient {index}"] = grads.reduced.is_pinned()
         session.optimizer.step()

@@ -92,7 +92,8 @@ def real_steps(name: str, transport: str, steps: int, blocks: int) -> tuple[Any,
     asked = Asked()
     with recorded(asked):
         train(session, steps)
-    found = asked.log, counted(mesh), sum(chunk.shard_end - chunk.shard_start for chunk in session.engine.shards.chunks)
+    numel = sum(chunk.shard_end - chunk.shard_start for chunk in session._engine.shards.chunks)
+    found = asked.log, counted(mesh), numel
     session.close()
     mesh.close()
     return found

@@ -40,7 +40,7 @@ class _Two(nn.Module):
 def failed_gather(name: str) -> Iterator[str]:
     """The first half of a unit is being gathered when the second fails; the memory of the first is then reused."""
     with session_on_device(PLANS["host"].but(prefetch=0), nn.Sequential(_Two(), _Two())) as session:
-        chunks = session.engine.shards.chunks
+        chunks = session._engine.shards.chunks
         first, second = (chunk for chunk in chunks if chunk.spec.unit == chunks[0].spec.unit)
         x = torch.ones(2, 24, device=GPU)
         with torch.no_grad(), mock.patch.object(second.source, "gather", side_effect=OSError("no second half")):
@@ -67,7 +67,7 @@ def _unsharded(session: Session) -> dict[str, Tensor]:
 
 
 def _as_in_a_trace(session: Session) -> dict[str, Tensor]:
-    session.engine.model_hooks.hooks._on_trace()  # what a traced graph calls
+    session._engine.model_hooks.hooks._on_trace()  # what a traced graph calls
     return on_host(session.model.named_parameters())
 
 

@@ -291,7 +291,7 @@ def late_norm(name: str) -> Iterator[str]:
 def secondary_twice(name: str) -> Iterator[str]:
     """A gather from secondary shards starts while the gather that fills these is running."""
     with session_on_device(PLANS["secondary"], MODELS["mlp"].factory()) as session:
-        chunks = [chunk for chunk in session.engine.shards.chunks if isinstance(chunk.source, SecondarySource)]
+        chunks = [chunk for chunk in session._engine.shards.chunks if isinstance(chunk.source, SecondarySource)]
         assert chunks
         for chunk in chunks:
             outs = [torch.empty(chunk.spec.padded_numel, device=GPU) for _ in range(2)]

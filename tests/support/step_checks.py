@@ -20,7 +20,7 @@ def assert_parts(
     session: Session, values: Mapping[str, Tensor], what: str, name_of: Callable[[Any], str] | None = None
 ) -> set[str]:
     """Assert that this rank has its part of each of ``values``, by parameter name; return the names."""
-    facts = session.engine.shards.layout.facts
+    facts = session._engine.shards.layout.facts
     names = [fact.names[0] if name_of is None else name_of(p) for fact, p in zip(facts, session.params, strict=True)]
     with session.module.gathered():
         held = {name: param.detach() for name, param in zip(names, session.params, strict=True)}

@@ -132,7 +132,7 @@ def digest(value: Any) -> str:
 
 def everything(session: Session) -> dict[str, str]:
     """Return digests of masters, compute parameters, optimizer state with step counts, and gradients."""
-    session.engine.pool.settle()
+    session._engine.pool.settle()
     return {
         "masters": digest(session.module.state_dict()),
         "parameters": digest({n: v for n, v in session.module.full_state(masters=False) if isinstance(v, Tensor)}),

@@ -178,7 +178,7 @@ def test_base_weights_have_no_optimizer_state_and_no_communication(name: str, tm
     session = vars(run.model)["_shardwise_session"]
     session.reset_traffic()
     run.steps(1, 2)
-    shards = session.engine.shards
+    shards = session._engine.shards
     padded = sum(fact.shape.numel() * 4 + 64 for fact in shards.layout.facts if fact.trainable)
     sent = session.traffic().items()
     reduced = sum(value for kind, value in sent if kind.startswith(("reduce", "all_reduce")))

@@ -51,7 +51,7 @@ def _trained(
     loader = plugin.prepare_dataloader(Texts(STEPS * replicas * BATCH), BATCH)
     model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
     session = plugin.session(model)
-    facts = session.engine.shards.layout.facts
+    facts = session._engine.shards.layout.facts
     assert (session.mesh.tensor.size, session.mesh.size) == (tp, replicas)
     assert tp == 1 or any(fact.part is not None for fact in facts)
     assert model.unwrap().config._attn_implementation == "sdpa"

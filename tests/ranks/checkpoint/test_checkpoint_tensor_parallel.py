@@ -38,7 +38,7 @@ def directory(root: str) -> str:
 def parts_are_of(session: Session, state: dict[str, Any]) -> list[str]:
     """Return the parameters whose local values are not this rank's part of ``state``, zeros in the padding."""
     with session.module.gathered():
-        facts = zip(session.names(), session.params, session.engine.shards.layout.facts, strict=True)
+        facts = zip(session.names(), session.params, session._engine.shards.layout.facts, strict=True)
         values = [(names[0], param.detach().clone(), fact.part) for names, param, fact in facts]
     wholes = [(name, value, part, state[f"model/{name}"].to(value.dtype)) for name, value, part in values]
     return [name for name, v, part, whole in wholes if not torch.equal(v, whole if part is None else part.of(whole))]

@@ -422,9 +422,9 @@ def test_session_calls_after_unshard_raise(name: str, tmp_path: Path) -> None:
                 session.optimizer.step()
                 with torch.no_grad():
                     loss_of(session)
-                assert bool(session.engine.pool._gathered) == (name != "zero2")
+                assert bool(session._engine.pool._gathered) == (name != "zero2")
                 session.unshard()
-                assert not session.engine.pool._gathered
+                assert not session._engine.pool._gathered
                 values, grads = state_of(model)
                 message = told(partial(call, session, tmp_path), Exception)
                 assert "Sequential is no longer sharded since unshard()" in message, (use, message)

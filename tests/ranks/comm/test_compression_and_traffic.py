@@ -314,7 +314,7 @@ def count(
                     session.backward(loss)
             session.optimizer.step()
             traffic.append(session.traffic())
-        chunks = session.engine.shards.layout.chunks
+        chunks = session._engine.shards.layout.chunks
         trainable = [c.padded_numel for c in chunks if c.trainable]
         frozen = [c.padded_numel for c in chunks if not c.trainable]
         return Counted(traffic, trainable, frozen, session.memory().peak_gathered_bytes)
@@ -412,7 +412,7 @@ def test_gradients_of_unused_units_are_not_sent() -> None:
         session.reset_traffic()
         session.backward(model[:2](torch.randn(3, WIDTH)).square().mean())
         session.optimizer.step()
-        padded = session.engine.shards.layout.chunks[0].padded_numel
+        padded = session._engine.shards.layout.chunks[0].padded_numel
         assert session.traffic()["reduce_scatter"] == 2 * sends(padded, 4, 2)
 
 

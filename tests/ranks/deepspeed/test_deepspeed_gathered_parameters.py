@@ -77,7 +77,7 @@ def whole(params: Sequence[nn.Parameter]) -> list[bool]:
 def test_loop_gathers_one_parameter_at_a_time(live: int) -> None:
     expected = dict(net().named_parameters())
     with engine_of(3, live=live) as (engine, model):
-        pool = engine.session.engine.pool
+        pool = engine.session._engine.pool
         pool.peak_gathered_bytes = 0
         params = list(model.parameters())
         for name, param in model.named_parameters():

@@ -86,7 +86,7 @@ CUT: dict[str, Any] = {"tensor_parallel": {"autotp_size": TP}}
 
 def held(session: Any, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return this rank's values of each parameter, and the expected ones."""
-    facts = session.engine.shards.layout.facts
+    facts = session._engine.shards.layout.facts
     with session.module.gathered():
         own = {fact.names[0]: p.detach().clone() for fact, p in zip(facts, session.params, strict=True)}
     return own, {f.names[0]: values[f.names[0]] if f.part is None else f.part.of(values[f.names[0]]) for f in facts}

@@ -27,7 +27,7 @@ def described(names: Names) -> None:
 def too_large(names: Names) -> None:
     """What the page says of sizes is so: two devices do not hold it, and nothing is on them."""
     session = names["session"]
-    numel = sum(fact.numel for fact in session.engine.shards.layout.facts)
+    numel = sum(fact.numel for fact in session._engine.shards.layout.facts)
     capacity = session.memory().device_capacity_bytes
     assert round(numel / 1000) == 362 and numel * STATE_BYTES > 2 * capacity == 2**22
 

@@ -38,7 +38,7 @@ def llama(names: Names, layers: int = 1) -> None:
 
 def sizes_of(names: Names) -> dict[str, tuple[int, ...]]:
     session = names["plugin"].session(names["model"]) if "plugin" in names else names["session"]
-    return {fact.names[0]: tuple(fact.shape) for fact in session.engine.shards.layout.facts}
+    return {fact.names[0]: tuple(fact.shape) for fact in session._engine.shards.layout.facts}
 
 
 def llama_cut(names: Names) -> None:

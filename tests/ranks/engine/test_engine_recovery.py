@@ -80,7 +80,7 @@ def one_pass(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, b
 
 def ready(session: Session) -> None:
     """Check that a forward pass left no pins and no hooks."""
-    assert not any(session.engine.pool._pins.values())
+    assert not any(session._engine.pool._pins.values())
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
@@ -162,7 +162,7 @@ def test_create_graph_in_backward(name: str) -> None:
         warnings.filterwarnings("ignore", message="Using backward")  # about cycles through .grad
         for step in range(STEPS):
             square(session.module, session.mesh.rank, step).backward(create_graph=True)
-            held = [t for state in session.engine.grads.reducer.states for t in (state.bucket, state.reduced)]
+            held = [t for state in session._engine.grads.reducer.states for t in (state.bucket, state.reduced)]
             assert not any(t is not None and t.requires_grad for t in held)
             session.optimizer.step()
         check([session.module.state_dict()], run_plain(Net, one_pass, 2, STEPS), name)

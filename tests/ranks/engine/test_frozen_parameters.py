@@ -132,7 +132,7 @@ class Shape(NamedTuple):
 
 
 def shapes(session: Session) -> list[Shape]:
-    layout = session.engine.shards.layout
+    layout = session._engine.shards.layout
     return [
         Shape(
             chunk.spec.dtype,
@@ -141,7 +141,7 @@ def shapes(session: Session) -> list[Shape]:
             list(chunk.spec.bounds),
             [(layout.facts[slot.param].names[0], slot.start, slot.end) for slot in chunk.spec.slots],
         )
-        for chunk in session.engine.shards.chunks
+        for chunk in session._engine.shards.chunks
     ]
 
 
@@ -469,7 +469,7 @@ def test_frozen_parameters_of_every_dtype_are_sharded(tmp_path: Path) -> None:
                 assert_close(trained, wanted, 1e-11, f"plan {number}")
                 assert all(trained[name].dtype is wanted[name].dtype for name in wanted)
                 held = sum(tier.get("parameters", 0) for tier in session.memory().by_tier.values())
-                whole = sum(chunk.padded_bytes for chunk in session.engine.shards.layout.chunks)
+                whole = sum(chunk.padded_bytes for chunk in session._engine.shards.layout.chunks)
                 assert held == (whole if plan.shard.always_gathered else whole // mesh.shard.size), number
                 session.checkpoints.save(tmp_path, f"plan-{number}")
                 if number == 0:

@@ -182,8 +182,8 @@ def counted(plans: list[Plan]) -> list[dict[str, Any]]:
         for plan in plans:
             model = chain(freeze=1)
             with sharded(model, sgd(model), plan, mesh_of(plan)) as session:
-                told: dict[str, Any] = {"unit": session.engine.shards.layout.chunks[1].padded_bytes}
-                assert {c.padded_bytes for c in session.engine.shards.layout.chunks} == {told["unit"]}
+                told: dict[str, Any] = {"unit": session._engine.shards.layout.chunks[1].padded_bytes}
+                assert {c.padded_bytes for c in session._engine.shards.layout.chunks} == {told["unit"]}
                 session.reset_traffic()
                 passes(session, 1)
                 told["first pass"] = sent(session)
@@ -204,7 +204,7 @@ def counted(plans: list[Plan]) -> list[dict[str, Any]]:
                 evaluated(session, 1)
                 told["written"] = sent(session)
                 if session.mesh.rank == 0 and session.mesh.secondary is not None:  # as after an interrupt
-                    session.engine.shards.chunks[2].source.forget()
+                    session._engine.shards.chunks[2].source.forget()
                 evaluated(session, 1)
                 told["ranks that differ"] = sent(session)
                 memory = session.memory()
@@ -327,7 +327,7 @@ def trained(plan: Plan, mesh: Mesh, steps: int) -> tuple[list[float], dict[str, 
 
 def alike(session: Session) -> None:
     """Check that all ranks compute with the same parameters, and that these are the rounded masters."""
-    engine = session.engine
+    engine = session._engine
     with session.module.gathered():
         own = torch.cat([p.detach().float().flatten() for p in session.params])
     group = session.mesh.world
@@ -391,7 +391,7 @@ def test_errors_of_compression_are_within_the_documented_bounds(name: str) -> No
         gradients, traffic = session.full_gradients(), session.traffic()
         session.optimizer.step()
         stepped, whole = session.module.state_dict(), session.traffic()
-        chunks = [chunk for chunk in session.engine.shards.layout.chunks if chunk.trainable]
+        chunks = [chunk for chunk in session._engine.shards.layout.chunks if chunk.trainable]
     for key, value in used.items():
         error = (value - exact[key]).abs()
         assert (error <= 2**-4 * exact[key].abs() + 2**-17).all()

@@ -53,7 +53,7 @@ def _trained(settings: dict[str, Any]) -> None:
     # With unevenly padded labels, the mean over micro-batches would differ from the mean over the batch.
     texts.items["labels"] = texts.items["input_ids"]
     sampler: Any = DistributedSampler(texts, session.data_ranks, session.data_rank, shuffle=False)
-    facts = session.engine.shards.layout.facts
+    facts = session._engine.shards.layout.facts
     oracle = plain("llama", session.data_ranks, BATCH, of_parts=sp == 1, full=True)
     for (loss, norm, values), inputs in zip(oracle, DataLoader(texts, BATCH, sampler=sampler), strict=True):
         if session.pipeline is not None:

@@ -231,7 +231,7 @@ def memory(plan: Plan, mesh: Mesh) -> tuple[list[int], int, int]:
             session.optimizer.step()
             session.optimizer.zero_grad()
             found.append(session.memory().gradients_bytes)
-        chunks = session.engine.shards.chunks
+        chunks = session._engine.shards.chunks
         return found, sum(c.spec.padded_numel for c in chunks), sum(c.shard_numel for c in chunks)
 
 

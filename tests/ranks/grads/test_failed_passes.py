@@ -89,7 +89,7 @@ def test_failed_pass_warns_that_gradients_are_dropped(
             for index in range(2):
                 one(index)
             session.optimizer.step()
-            assert not any(session.engine.pool._pins.values())
+            assert not any(session._engine.pool._pins.values())
         said = [str(each.message) for each in caught if "backward pass failed" in str(each.message)]
         if good and then == "forward":
             (only,) = said
@@ -171,7 +171,7 @@ def train(plan: Plan, mesh: Mesh, trials: list[Trial], direct: bool, zero_first:
     model, tries = seeded(PassesNet), Tries()
     session = build(model, adam(model), plan, mesh)
     own = session.optimizer
-    impatient = Impatient(session.engine.grads.reducer)
+    impatient = Impatient(session._engine.grads.reducer)
     for step, trial in enumerate(trials):
         ends: list[str] = []
 

@@ -67,7 +67,7 @@ def test_arguments_have_effects_and_weights_equal_ddp(
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}  # the epoch ends with one batch left over
     made = trainer(DDPFullyShardedStrategy(**arguments), **options)
     made.fit(toy(schedule=True, **model), data(5))
-    shards = made.strategy.session.engine.shards
+    shards = made.strategy.session._engine.shards
     assert {unit.module for unit in shards.layout.units} == units
     assert {chunk.resident for chunk in shards.chunks} == {resident}
     assert {chunk.source.tier.name for chunk in shards.chunks} == {homes[0]}

@@ -32,6 +32,7 @@ from shardwise.testing import assert_close, run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
 from tests.support.engine_setup import one_mesh, sharded
+from tests.support.formats_setup import flip
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import digest
@@ -129,7 +130,7 @@ def train(
     with sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh) as session:
         if prepare is not None:
             prepare(session)
-        pool = session.engine.pool
+        pool = session._engine.pool
         if watched:
             watch(session, found)
         for step in range(steps):
@@ -152,7 +153,7 @@ def train(
 
 def watch(session: Session, found: Found) -> None:
     """Record the budget at each use, and compare the accounts with an independent count."""
-    pool, ledger = session.engine.pool, session.ledger
+    pool, ledger = session._engine.pool, session.ledger
 
     def use(unit: int) -> None:
         if pool.in_training and len(found.budgets[-1]) < len(pool.trace.current):
@@ -161,18 +162,18 @@ def watch(session: Session, found: Found) -> None:
     def ready(unit: int) -> None:
         if ledger.capacity_bytes is not None:
             # Optimizer state that does not exist yet is accounted for.
-            counted, accounted = model_data(session), ledger.model_bytes() - session.engine.accounts.reserved_bytes()
+            counted, accounted = model_data(session), ledger.model_bytes() - session._engine.accounts.reserved_bytes()
             assert counted == accounted, f"{accounted} accounted, {counted} are there: {ledger.bytes_by_kind()}"
             held = sum(ledger.bytes_by_kind().values())
             assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.bytes_by_kind()}"
 
-    session.engine.events.unit_requested.listen(use)
-    session.engine.events.unit_ready.listen(ready)
+    session._engine.events.unit_requested.listen(use)
+    session._engine.events.unit_ready.listen(ready)
 
 
 def model_data(session: Session) -> int:
     """Return the bytes of model data on the device, from the tensors themselves."""
-    engine = session.engine
+    engine = session._engine
     tensors = [chunk.full for chunk in engine.shards.chunks if chunk.full is not None]
     tensors += [chunk.source.exchange.local for chunk in engine.shards.chunks if chunk.source.tier is Tier.DEVICE]
     tensors += [array for idle in engine.pool.arrays._idle.values() for array in idle]
@@ -425,10 +426,7 @@ def damage(folder: Path, name: str) -> None:
     """Change a byte in the last shard of a tensor."""
     manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
     file, offset, *_ = manifest["tensors"][name]["pieces"][-1]
-    path = folder / manifest["files"][file][0]
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
+    flip(folder / manifest["files"][file][0], offset)
 
 
 def without(folder: Path, name: str) -> None:
@@ -517,7 +515,7 @@ def too_small(session: Session, place: tuple[str, str]) -> Iterator[None]:
             raise DeviceMemoryError(f"{when}: made up for the test")
         real(non_model_bytes, when, total_bytes)
 
-    alone = mock.patch.object(session.engine.pool, "_peers_fit", lambda *_: False)
+    alone = mock.patch.object(session._engine.pool, "_peers_fit", lambda *_: False)
     others = alone if place == PLACES[2] else contextlib.nullcontext()
     with mock.patch.object(session.ledger, "check_peak", check), others:
         yield
@@ -561,5 +559,5 @@ def test_optimizer_state_is_counted_before_it_exists(kind: Any, states: int) -> 
     needed = sum(p.numel() * 4 for p in model.parameters()) * (1 + states) + gradients
     raises(DeviceMemoryError, None, build, model, optimizer, plan_of(fixed(needed - 1000)))
     with sharded(model, optimizer, plan_of(fixed(needed + 1000))) as session:
-        assert session.engine.accounts.state_bytes(Tier.DEVICE) == (0, 0)
+        assert session._engine.accounts.state_bytes(Tier.DEVICE) == (0, 0)
         assert not optimizer.state  # the check allocates nothing

@@ -45,7 +45,7 @@ UNIT = WIDTH * WIDTH + WIDTH
 def mapped_bytes(session: Session) -> int:
     """Memory of peers that this rank maps: it belongs to them, and is counted there."""
     peers: dict[int, int] = {}
-    engine = session.engine
+    engine = session._engine
     buffers = [chunk.source.exchange for chunk in engine.shards.chunks] + engine.grads.reducer._buckets._buffers
     buffers += [state.buffer for state in engine.grads.reducer.states if state.buffer is not None]
     for buffer in buffers:
@@ -133,7 +133,7 @@ def test_nothing_grows_over_a_hundred_steps(name: str) -> None:
             if step % 10 == 0:
                 session.module.state_dict(), session.optimizer.state_dict(), session.full_gradients()
                 points.append((live_tensor_bytes(), sum(1 for _ in live_tensors())))
-        assert len(session.engine.pool._gathered) <= 2
+        assert len(session._engine.pool._gathered) <= 2
     (first_bytes, first_count), (last_bytes, last_count) = points[1], points[-1]
     assert last_count <= first_count + 6 and last_bytes <= first_bytes + 3 * 8 * 140, points
 
@@ -181,10 +181,12 @@ def test_estimate_equals_the_accounts_of_a_build(stage: int, tmp_path: Path) -> 
     check("Adagrad", None, stage=stage)
 
 
-@on_ranks(2)
-def test_estimate_of_tensor_and_sequence_parallel_ranks() -> None:
+@on_ranks(4)
+def test_estimate_of_tensor_and_sequence_parallel_ranks_and_replicas() -> None:
     check("AdamW", None, llama=True, tp=2)
     check("AdamW", "host", llama=True, sp=2)
+    for stage, offload in ((1, None), (2, "host"), (3, None)):
+        check("AdamW", offload, stage=stage, precision="bf16", replicas=2)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +208,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, message in (
         ("--stage 2 --offload-params host", "use --stage 3"),
         ("--ranks 4 --pp 2", "--pp 2 cannot be estimated; estimate a function"),
-        ("--ranks 4 --replicas 2", "--replicas 2 cannot be estimated"),
+        ("--ranks 4 --replicas 3", "dp_replicate=3 (replicas) needs a multiple of 3 ranks"),
         ("--ranks 4 --tp 3", "tp=3 needs a multiple of 3 ranks, but the number of ranks is 4. Change --ranks, or"),
         ("--rank 4", "--rank 4 with --ranks 1: did you mean --ranks 4?"),
         ("--ranks 4 --rank 4", "--rank 4: give a whole number <= 3"),

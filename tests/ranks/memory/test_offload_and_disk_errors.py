@@ -283,7 +283,7 @@ def dies_in_a_step(plan: Plan) -> None:
 
 def trains(plan: Plan) -> list[str]:
     with one_mesh(plan) as mesh, session_of(plan, "adamw", mesh) as session:
-        removed = list(session.engine.shards.storage.store.removed)
+        removed = list(session._engine.shards.storage.store.removed)
         backward(session, 0)
         session.optimizer.step()
         with torch.no_grad():
@@ -330,7 +330,7 @@ def measure(plan: Plan, mesh: Mesh, steps: int) -> Found:
             report = session.memory()
             session.optimizer.step()
             traffic.append(session.traffic())
-        store = session.engine.shards.storage.store
+        store = session._engine.shards.storage.store
         return {
             "by_tier": report.by_tier,
             "after": session.memory().by_tier,
@@ -471,7 +471,7 @@ def buffers(plan: Plan) -> list[int]:
             session.backward(session.module(torch.ones(2, KNOB_WIDTH)).square().mean())
             session.optimizer.step()
         sizes = 4 * TILE, 2 * 4 * TILE + 4096, 4 * (KNOB_WIDTH * KNOB_WIDTH + KNOB_WIDTH)
-        return [_buffers(session.engine.shards.storage.store, pages(size)) for size in sizes]
+        return [_buffers(session._engine.shards.storage.store, pages(size)) for size in sizes]
 
 
 def buffers_with(directory: Path, **knobs: Any) -> list[int]:

@@ -15,7 +15,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.core.comm import GroupMaker
-from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
+from shardwise.core.parallel.pipeline.batch import split_batch
+from shardwise.core.parallel.pipeline.run import StageRun
+from shardwise.core.parallel.pipeline.schedule import make_schedule
+from shardwise.core.parallel.pipeline.split import Passes
+from shardwise.core.parallel.pipeline.staging import stage_model
 from shardwise.plan import PipelinePlan, TensorPlan
 from shardwise.testing import assert_close, run_ranks
 from tests.parity.hybrid import with_layers
@@ -201,7 +205,7 @@ def test_parameters_of_a_rank_match_the_formula(tp: int, pp: int, pipeline: Pipe
         else:
             session.backward(session.module(**batch).loss)
         session.optimizer.step()
-        facts = session.engine.shards.layout.facts
+        facts = session._engine.shards.layout.facts
         numel, whole = sum(fact.numel for fact in facts), [fact.numel for fact in facts if fact.part is None]
         assert sum(whole) == (norms if tp > 1 else numel)
         assert numel == matrices // (tp * pp) + ends * VOCABULARY * WIDTH // tp + norms

@@ -54,7 +54,7 @@ def test_hugging_face_checkpointing_and_generation(reentrant: bool, shared: bool
         take_steps(session, range(STEPS), loss_of)
         check([session.module.state_dict()], expected, "llama", rtol=1e-5)
         session.module.eval()
-        chunks = session.engine.shards.layout.chunks
+        chunks = session._engine.shards.layout.chunks
         whole = sum(c.padded_bytes for c in chunks) // session.mesh.size * (session.mesh.size - 1)
         for _ in range(2):
             session.reset_traffic()

@@ -205,7 +205,7 @@ def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], 
         return torch.empty(numel, dtype=dtype)
 
     with mock.patch.object(prefetch, "AHEAD_BYTES", 1), sharded(model, adam(model), plan) as session:
-        rank, pool = session.mesh.rank, session.engine.pool
+        rank, pool = session.mesh.rank, session._engine.pool
         breaks = mock.patch.object(pool.arrays, "take", take) if no_array and rank else contextlib.nullcontext()
         for step in range(3):
             with torch.no_grad():
@@ -465,7 +465,7 @@ def odd() -> nn.Module:
 def test_shards_are_at_multiples_of_64_bytes(stage: Any) -> None:
     model = seeded(odd).float()
     with sharded(model, adam(model), zero(stage, torch.bfloat16).but(shared_memory=False)) as session:
-        large = [each for each in session.engine.shards.chunks if each.spec.padded_numel >= 16 * 32 * RANKS]
+        large = [each for each in session._engine.shards.chunks if each.spec.padded_numel >= 16 * 32 * RANKS]
         assert large and not any(each.shard.data_ptr() % 64 for each in large)
 
 
@@ -514,7 +514,7 @@ def edited(plan: Plan) -> None:
         assert_close(session.module.state_dict(), before, 0.0, "some were written")
         assert plan.tiers.disk is None or moved["disk_write"] > 0
         with session.gathered(session.params):
-            assert session.engine.pool.blocks.all_gathered
+            assert session._engine.pool.blocks.all_gathered
             assert model.state_dict().keys() == before.keys()
         other = seeded(net)
         with sharded(other, adam(other), plan) as second:
@@ -558,7 +558,7 @@ def in_capacity(capacity: int) -> tuple[int, int]:
     model = seeded(net)
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
     with sharded(model, adam(model), zero(3).but(device_capacity_bytes=capacity)) as session:
-        sizes = session.engine.pool.sizes
+        sizes = session._engine.pool.sizes
         if capacity < 1 << 30:
             with pytest.raises(DeviceMemoryError), session.module.gathered():
                 pass

@@ -150,7 +150,7 @@ def test_simulated_rank_makes_the_calls_of_a_real_one(ranks: int, name: str, tra
             # In any order: the start of a reduction among other operations depends on timing.
             assert sorted(asked.log) == sorted(log), f"rank {rank}"
             assert counted(mesh) == groups
-            assert sum(chunk.shard_end - chunk.shard_start for chunk in session.engine.shards.chunks) == shard_numel
+            assert sum(chunk.shard_end - chunk.shard_start for chunk in session._engine.shards.chunks) == shard_numel
             session.close()
     assert len(log) > STEPS
 

@@ -112,7 +112,7 @@ def test_gradients_are_sent_and_added_in_the_dtypes_of_the_arguments(
     model.session.reset_traffic()
     step_with(model, optimizer, [1.0, 2.0, 3.0, 4.0])
     assert model.session.traffic()["reduce_scatter"] == sent
-    assert next(iter(model.session.engine.grads.states.values())).accumulate_dtype is dtype
+    assert next(iter(model.session._engine.grads.states.values())).accumulate_dtype is dtype
     model.close()
 
 
@@ -147,8 +147,8 @@ def test_no_shard_zero_context_leaves_parameters_unsharded() -> None:
     optimizer.backward(model(torch.ones(2, 6)).float().square().mean())
     optimizer.step()
     found = {}
-    for chunk in model.session.engine.shards.chunks:
-        names = [model.session.engine.shards.layout.facts[slot.param].names[0] for slot in chunk.spec.slots]
+    for chunk in model.session._engine.shards.chunks:
+        names = [model.session._engine.shards.layout.facts[slot.param].names[0] for slot in chunk.spec.slots]
         found.update(dict.fromkeys(names, chunk.resident))
     model.close()
     assert found == {"0.weight": False, "0.bias": False, "1.weight": True, "1.bias": True}
@@ -158,7 +158,7 @@ def test_no_shard_zero_context_leaves_parameters_unsharded() -> None:
 def test_offloaded_state_is_on_the_host() -> None:
     model, optimizer = linear(**OFFLOAD, optimizer={"cpu_offload": True})
     step_with(model, optimizer, [1.0] * 4)
-    accounts = model.session.engine.accounts
+    accounts = model.session._engine.accounts
     host, device = (sum(accounts.state_bytes(tier)) for tier in (Tier.HOST, Tier.DEVICE))
     assert host == optimizer.get_memory_usage()[1] == 2 * 4 and device == 0  # masters: two fp32 elements per rank
     model.close()

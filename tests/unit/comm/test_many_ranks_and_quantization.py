@@ -348,7 +348,7 @@ def test_loops_over_ranks_are_detected() -> None:
 def test_layout_has_no_table_of_ranks() -> None:
     with alike_mesh(PLANS["zero3"], 0, 16384) as (mesh, _):
         session = made(PLANS["zero3"], mesh, BLOCKS)
-        for spec in session.engine.shards.layout.chunks:
+        for spec in session._engine.shards.layout.chunks:
             assert sys.getsizeof(spec.bounds) < 100 and spec.shard_offsets is None
             assert len(spec.bounds) == 16385 and spec.bounds[-1] == spec.padded_numel
         session.close()

@@ -86,7 +86,7 @@ def test_training_matches_a_plain_loop_bit_for_bit(half: torch.dtype | None, sta
             optimizer.step()
             assert optimizer.get_grad_norm() == pytest.approx(norm, rel=1e-5)
             optimizer.zero_grad()
-        with session.engine.values.gathered():
+        with session._engine.values.gathered():
             for name, param in model.named_parameters():
                 assert torch.equal(param, expected[name]), name
 

@@ -35,7 +35,7 @@ def chain(plan: TierPlan) -> Iterator[tuple[Session, MemoryMeter]]:
     # Each block saves its output only.
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
     session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), zero(3).but(prefetch=0, tiers=plan))
-    meter = session.engine.meter
+    meter = session._engine.meter
     assert meter is not None
     yield session, meter
     session.close()
@@ -53,7 +53,7 @@ def test_trace_of_a_chain() -> None:
         assert meter.stats is None and meter.budget_bytes() == (1 << 19) - session.ledger.model_bytes()
         assert meter.margin_bytes() == 0
         step(session)
-        stats, order = meter.stats, list(session.engine.pool.training.recorded)
+        stats, order = meter.stats, list(session._engine.pool.training.recorded)
     assert stats is not None and order == [0, 1, 2, 3, 4, 3, 2, 1, 0][: len(order)] and stats.matches(order)
     forward = stats.interval_bytes[: DEPTH - 1]
     # Each interval has the outputs of the blocks so far, and of the current linear layer.
@@ -70,14 +70,14 @@ def test_budget_by_position() -> None:
         step(session)
         assert meter.stats is not None
         intervals = list(meter.stats.interval_bytes)
-        pool, seen, others = session.engine.pool, [], []
+        pool, seen, others = session._engine.pool, [], []
 
         def use(unit: int) -> None:
             if len(seen) < len(pool.trace.current):
                 seen.append(meter.budget_bytes())
                 others.append(session.ledger.model_bytes() - pool.reusable_bytes)
 
-        session.engine.events.unit_requested.listen(use)
+        session._engine.events.unit_requested.listen(use)
         step(session)
     steady = int((1 << 16) * 0.9)
     assert seen == [steady - rest - other for rest, other in zip(intervals, others, strict=True)]
@@ -138,7 +138,7 @@ def cuda_step(session: Session, between: Callable[[], None] = lambda: None) -> N
 
 
 def test_allocations_between_gathers_evict_units_or_raise(cuda: FakeCuda, session: Session) -> None:
-    session.engine.pool.drop_idle()
+    session._engine.pool.drop_idle()
     block = session.module.unwrap()[LAYERS // 2]
     grown = block.register_forward_hook(lambda *_: cuda.allocate(CAPACITY))
     raises(DeviceMemoryError, "activations and the rest: 1 MiB", lambda: cuda_step(session))
