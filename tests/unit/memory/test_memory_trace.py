@@ -298,6 +298,8 @@ def test_output_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str])
 
     assert run("--stats", "s.json", "--quiet", "--capacity", "1GiB", "--out", "q.svg") == 0
     assert capsys.readouterr().out.count("\n") == 1 and "capacity 1 GiB" in (folder / "q.svg").read_text()
+    raises(SystemExit, "2", run, "traced_models.py:build", "--capacity", "3apples")
+    assert "--capacity: '3apples' is not a size" in capsys.readouterr().err
 
 
 def test_command_errors_are_one_line(folder: Path) -> None:
@@ -313,7 +315,6 @@ def test_command_errors_are_one_line(folder: Path) -> None:
         ("traced_models.py:wrong", "returned str"),
         ("traced_models.py:model_only", "returned no batch"),
         ("traced_models.py:shapes", "the step of traced_models.py:shapes raised RuntimeError: mat1 and mat2"),
-        ("traced_models.py:build --capacity 3apples", "--capacity: '3apples' is not a size"),
         ("traced_models.py:build --device warp", "--device warp: no such device; give cpu, cuda"),
         ("traced_models.py:build --optimizer Optimizer", "--optimizer Optimizer"),
         ("traced_models.py:fixed --optimizer SGD", "no parameter that needs a gradient"),
