@@ -17,7 +17,7 @@ from shardwise.core.base.device import give_back, on_device
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.torch_internals import point
-from shardwise.core.base.validate import as_mapping, did_you_mean, integer, require, short_repr
+from shardwise.core.base.validate import SESSION, Names, as_mapping, did_you_mean, integer, require, short_repr
 from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.comm import collectively
@@ -273,7 +273,6 @@ class Session:
         """
         if self._engine.guards.unsharded:
             return
-        values: dict[int, torch.Tensor] = {}
         partition = self._shards.partition
         if partition.staging is not None:
             raise NotImplementedError(
@@ -281,8 +280,7 @@ class Session:
                 "stages; save the model (state_dict(), save_model) and load it into an unsharded one"
             )
         self.values.settle("unshard()")
-        for index, value in full_values(self._shards, masters=True):
-            values[index] = value.to("cpu", copy=True)
+        values = {index: value.to("cpu", copy=True) for index, value in full_values(self._shards, masters=True)}
         # Gathered parameters would be evicted later, with the user's values in them.
         self._engine.pool.invalidate(everything=True)
         self.close()
@@ -295,8 +293,6 @@ class Session:
             for follower in self._shards.chunks[self._shards.layout.where[index][0]].followers_of(index):
                 point(follower, param)
         self._engine.guards.unsharded = True
-        for optimizer in self.optimizers:
-            optimizer.close(unsharded=True)
 
     # ---- memory and traffic
 
@@ -388,6 +384,7 @@ def build(
     plan: Plan,
     mesh: Mesh | None = None,
     device: torch.device | None = None,
+    names: Names = SESSION,
 ) -> Session:
     """Shard ``model`` in place and wrap its optimizers. Collective.
 
@@ -400,6 +397,7 @@ def build(
         mesh: device mesh; by default it is made from ``plan.mesh`` over all ranks.
         device: device of the parameters, if no mesh is given; by default this rank's GPU if every rank has one. It
             need not be the current device.
+        names: what error messages call the sharded objects.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -428,7 +426,7 @@ def build(
         with on_device(mesh.device):
             undo.callback(prepare_quantized(model, mesh.device))
             with mesh.doing("build()"):
-                engine = Engine(model, optimizers, plan, mesh)
+                engine = Engine(model, optimizers, plan, mesh, names)
             undo.callback(engine.close)  # its hooks and files
             scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
             wrapped = []

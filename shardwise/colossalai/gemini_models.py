@@ -20,7 +20,7 @@ from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.optim import HybridAdam
 from shardwise.plan.scaler_arguments import PublishedDefault
 from shardwise.session import Session, ShardedOptimizer
-from shardwise.zero.fronts import ModelFront, OptimizerFront
+from shardwise.zero.fronts import NAMES, ModelFront, OptimizerFront
 
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -131,14 +131,13 @@ class GeminiDDP(ModelFront):
         self._drop_session()
         vars(plugin)["_mesh"] = self.plugin.mesh()
         self.plugin = plugin
-        boosted, inner = plugin.configure(self.module, optimizer)
-        self._session = plugin.session(boosted)
-        assert isinstance(inner, ShardedOptimizer)
-        return inner
+        session = self._session = self._build(optimizer)
+        assert session.optimizer is not None
+        return session.optimizer
 
-    def _build(self) -> Session:
-        session: Session = self.plugin.session(self.plugin.configure(self.module, None)[0])
-        return session
+    def _build(self, optimizer: torch.optim.Optimizer | None = None) -> Session:
+        vars(self.plugin)["names"] = NAMES  # the dataclass is frozen
+        return self.plugin.session(self.plugin.configure(self.module, optimizer)[0])
 
     # ---- state
 

@@ -18,7 +18,7 @@ from shardwise.core.base.validate import check_type, refuse
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan.scaler_arguments import ScalerArguments
 from shardwise.session import Session, ShardedOptimizer
-from shardwise.zero.fronts import OptimizerFront
+from shardwise.zero.fronts import NAMES, OptimizerFront
 
 STAGE = "_colo_zero_stage"  # the published name
 
@@ -100,6 +100,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
             extra_dp_size=check_groups(dp_process_group, extra_dp_group),
             **{name: value for name, value in arguments.items() if name in names},
         )
+        vars(plugin)["names"] = NAMES  # the dataclass is frozen
         boosted, inner = plugin.configure(nn.ParameterList(parameters), optimizer)
         assert isinstance(inner, ShardedOptimizer)
         super().__init__(inner)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.core.base.torch_internals import point
-from shardwise.core.base.validate import check_type, integer, short_repr
+from shardwise.core.base.validate import Names, check_type, integer, short_repr
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import collectively, ranks_of
 from shardwise.core.deferred.construction import paused
@@ -119,7 +119,8 @@ def initialize(
     mesh = mesh_of(plan, default_device(), group, model_axis)
     with collectively(mesh.mesh_group, "opening the monitors"):  # a directory may be missing on the rank that writes
         monitor = Monitor(settings)
-    session = build(model, chosen, plan, mesh)
+    names = Names("engine.session.module", "engine.step()", "engine.save_checkpoint(directory)")
+    session = build(model, chosen, plan, mesh, names=names)
     remember(session)
     remember_groups(session, mpu)
     mark_session(session, settings.stage)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.core.base.validate import check_type
+from shardwise.core.base.validate import Names, check_type
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh import Mesh
 from shardwise.core.mesh.launch import check_known_ranks, read_variable
@@ -68,6 +68,12 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     _optimizers: list[Any]
     _schedulers: list[Any]
     _in_block = False
+    names = Names(
+        "the model that prepare returned",
+        "step() of the optimizer that prepare returned",
+        "accelerator.get_state_dict(model)",
+    )
+    """Names of the sharded objects in error messages."""
 
     def __init__(self, *, plan: Plan, mixed_precision: str | None = None, **options: Any) -> None:
         check_type("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
@@ -162,7 +168,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         for model in models:
             mesh = self._mesh = self._mesh or Mesh.create(self.plan.mesh, torch.device(self.device), self.plan.comm)
             own = owners[id(model)]
-            session = build(model, own or None, self.plan, mesh)
+            session = build(model, own or None, self.plan, mesh, names=self.names)
             self._made = [*(weakref.ref(each) for each in self._sessions), weakref.ref(session)]
             session.module.__dict__[SESSION] = session
             self._watch_passes(session)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from shardwise.core.base.validate import check_type
+from shardwise.core.base.validate import Names, check_type
 from shardwise.core.checkpoint import EngineRun
 from shardwise.core.checkpoint.formats.atomic_files import output_files
 from shardwise.core.checkpoint.save import agree
@@ -75,6 +75,7 @@ class ShardwiseTrainer(Trainer):
         self.accelerator = ShardwiseAccelerator(
             plan=self.plan, mixed_precision=self._mixed_precision, **self._accelerator_options
         )
+        self.accelerator.names = Names("trainer.session.module", "trainer.optimizer.step()", "trainer.save_model()")
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )

@@ -24,7 +24,7 @@ from shardwise.session import Session, ShardedOptimizer
 from shardwise.strategies.checkpoint_entries import pack, unpack
 from shardwise.strategies.lightning_packages import Strategy, build
 from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
-from shardwise.strategies.sessions import live_session, scaled_pass, shard
+from shardwise.strategies.sessions import OF_FABRIC, live_session, scaled_pass, shard
 from shardwise.strategies.trainer_checkpoints import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 
 STATE = ("state_dict", "load_state_dict")
@@ -198,7 +198,7 @@ class FabricStrategy(Strategy):
         plan = self._plan(module)
         if self.format.dtype is not None:  # as Fabric's own plugins do
             plan = plan.but(output_dtype=torch.get_default_dtype())
-        session = shard(module, optimizers, plan, self.root_device).session
+        session = shard(module, optimizers, plan, self.root_device, OF_FABRIC).session
         self._built(session)
         return session
 

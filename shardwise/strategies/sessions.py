@@ -11,13 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.core.base.torch_internals import point
+from shardwise.core.base.validate import Names
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh import Mesh
-from shardwise.plan import CommPlan, MeshPlan, Plan
+from shardwise.plan import Plan
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.session import Session, build
 
 _KEY = "_shardwise_live"
+OF_TRAINER = Names("trainer.strategy.session.module", "self.optimizers().step()", "trainer.save_checkpoint(path)")
+OF_FABRIC = Names("fabric.strategy.session.module", "step() of what fabric.setup returned", "fabric.save(path, state)")
+"""What error messages call the sharded objects."""
 _MESHES: dict[tuple[Any, ...], Mesh] = {}
 
 
@@ -109,8 +113,7 @@ class Live:
 @contextmanager
 def scaled_pass(session: Session, loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """Return a context for one backward pass of the engine. It yields ``loss`` times the loss scale."""
-    scaler = session.optimizer.scaler if session.optimizer is not None else None
-    scale = scaler.scale if scaler is not None else 1.0
+    scale = session.optimizer.loss_scale if session.optimizer is not None else 1.0
     with session.backward_pass(scale):
         yield loss if scale == 1.0 else (loss.float() if loss.dtype in HALF_DTYPES else loss) * scale
 
@@ -120,12 +123,14 @@ def live_session(module: nn.Module | None) -> Live | None:
     return None if module is None else module.__dict__.get(_KEY)
 
 
-def shard(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, device: torch.device) -> Live:
+def shard(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, device: torch.device, names: Names
+) -> Live:
     """Shard ``module`` in place. Collective."""
     tensors = [*module.named_buffers(), *module.named_parameters()]
     dtypes = {name: each.dtype for name, each in tensors if each.is_floating_point()}
     rounded = not optimizers and _rounds(module, plan)
-    live = Live(build(module, optimizers, plan, mesh_for(plan, device)), module, dtypes, rounded)
+    live = Live(build(module, optimizers, plan, mesh_for(plan, device), names=names), module, dtypes, rounded)
     module.__dict__[_KEY] = live
     return live
 
@@ -143,9 +148,7 @@ def _rounds(module: nn.Module, plan: Plan) -> bool:
 
 def _mesh_key(plan: Plan, device: torch.device) -> tuple[Any, ...]:
     world = id(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
-    mesh: MeshPlan = plan.mesh
-    comm: CommPlan = plan.comm
-    return world, mesh, comm, device
+    return world, plan.mesh, plan.comm, device
 
 
 def mesh_for(plan: Plan, device: torch.device) -> Mesh:

@@ -22,7 +22,7 @@ from shardwise.strategies.precision import (
     check_replaceable,
     correct_throughput,
 )
-from shardwise.strategies.sessions import Live, live_session, shard
+from shardwise.strategies.sessions import OF_TRAINER, Live, live_session, shard
 from shardwise.strategies.trainer_checkpoints import Saving, check_schedulers, fit_schedulers
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -168,7 +168,7 @@ class ShardedStrategy(Strategy):
     def _shard(self, module: Any, fitting: bool) -> Live:
         mock = self.ns.load("core.optimizer._MockOptimizer")  # Lightning's stand-in for "no optimizer"
         real = [each for each in self.optimizers if not isinstance(each, mock)] if fitting else []
-        live = shard(module, real, self._plan(module), self.root_device)
+        live = shard(module, real, self._plan(module), self.root_device, OF_TRAINER)
         if real:
             self.optimizers = list(live.session.optimizers)
         return live

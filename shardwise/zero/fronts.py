@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.base.validate import Names
 from shardwise.late_session import ModuleFacade, OptimizerFacade
 from shardwise.session import Session, ShardedOptimizer
+
+NAMES = Names("session.module of the wrapper", "step() of the optimizer's wrapper", "state_dict() of the wrapper")
+"""What error messages call the sharded objects."""
 
 
 class ModelFront(ModuleFacade):

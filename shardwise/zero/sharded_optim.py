@@ -88,8 +88,7 @@ class ShardedOptimizerV2(OptimizerFront):
             )
         arguments = picked(OptimizerArguments, values)
         inner = sharded_model.attach(optimizer, arguments, mp_process_group).optimizer
-        if inner is None:
-            raise RuntimeError(f"the session has no optimizer ({inner}); report this")
+        assert inner is not None
         super().__init__(inner)
         self.model = sharded_model
 

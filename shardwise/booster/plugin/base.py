@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from shardwise.booster.checkpoint_runs import SESSION, remember_session
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.wrappers import ModelWrapper, give_names
-from shardwise.core.base.validate import MOST_SEED, boolean, integer, refuse
+from shardwise.core.base.validate import MOST_SEED, Names, boolean, integer, refuse
 from shardwise.core.base.validate import fraction as share
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.parallel.float8 import convert_to_float8_training
@@ -259,6 +259,7 @@ class DPPluginBase(Plugin):
 class ShardedPlugin(Plugin):
     """A plugin that translates its arguments into a :class:`~shardwise.plan.Plan` for the engine."""
 
+    names = Names("the boosted model", "step() of the boosted optimizer", "booster.save_model(model, path)")
     _mesh: Any = None
 
     @abstractmethod
@@ -300,7 +301,7 @@ class ShardedPlugin(Plugin):
                 f"update={plan.grad.update!r} updates nothing during backward: masters and optimizer state are all on "
                 f"{mesh.device}, where step() updates them; put some on the host, or use update='step'"
             )
-        session = build(model, optimizer, plan, mesh)
+        session = build(model, optimizer, plan, mesh, names=self.names)
         if getattr(self, "use_fp8", False):  # applies to the layers as they are now, sharded and cast
             convert_to_float8_training(model)
         self.prepare(session)

@@ -12,10 +12,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
-SHARDED_MODEL = "session.module (or the model that boost, initialize or prepare returned)"
-SHARDED_OPTIMIZER = "session.optimizer (or the optimizer or engine that boost, initialize or prepare returned)"
 MOST_NUMEL = 2**42
 """Elements of a tensor: 8 TiB in 16 bits."""
 MOST_BYTES = 2**62
@@ -30,6 +28,23 @@ MOST_SEED = 2**63 - 1
 MOST_SCALE = 2.0**126
 """The largest loss scale: fp32 can hold it and double it once."""
 LONG = 200  # bits
+
+
+class Names(NamedTuple):
+    """Names of the sharded objects in error messages. Each interface gives its own.
+
+    Attributes:
+        module: the sharded module, which has full states and ``gathered()``.
+        step: the call that updates the parameters.
+        save: a call that saves or returns the full state.
+    """
+
+    module: str
+    step: str
+    save: str
+
+
+SESSION = Names("session.module", "session.optimizer.step()", "session.checkpoints.save(directory)")
 
 
 class UnknownModelError(ValueError, NotImplementedError):

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.base.device import Later, runs_ahead
 from shardwise.core.base.tensors import SPARSE
 from shardwise.core.base.torch_internals import running_ddp
-from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.shared_storage import check_no_shared_storage
 from shardwise.core.checks.state_dict_guard import StateDictGuard
@@ -239,11 +238,11 @@ class Edits:
     Args:
         chunks: all of one model, set up.
         name_of: returns the name of a parameter by its index in the layout.
-        drop: ends gathered copies.
+        pool: the pool of gathered units.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], name_of: Callable[[int], str], drop: Callable[[], None]) -> None:
-        self._chunks, self._name_of, self._drop = chunks, name_of, drop
+    def __init__(self, chunks: Sequence[Chunk], name_of: Callable[[int], str], pool: ChunkPool) -> None:
+        self._chunks, self._name_of, self._pool = chunks, name_of, pool
         self._transient = [chunk for chunk in chunks if not chunk.resident]
         self._params = [param for chunk in chunks for param in chunk.params]
         self._dtypes = [chunk.spec.dtype for chunk in chunks for _ in chunk.params]
@@ -283,8 +282,8 @@ class Edits:
                 self._put_back()
                 raise RuntimeError(
                     f"{self._name(chunk, wrong)} ({state}) was moved, cast or given other data after the model was "
-                    "sharded, which is dropped; do that before sharding, write to it inside `with "
-                    f"model.gathered(write_back=True)` of {SHARDED_MODEL}, or load a state"
+                    "sharded, which is dropped; do that before sharding, write to it inside a "
+                    f"gathered(write_back=True) block of {self._pool.names.module}, or load a state"
                 )
 
     def check_absent(self) -> None:
@@ -325,15 +324,15 @@ class Edits:
         self._put_back()
         raise RuntimeError(
             f"{name} {tuple(chunk.spec.slots[slot].shape)} was written to, or given other data, where that is lost: "
-            "each rank keeps a shard, and modules see a temporary copy. Change it inside `with "
-            f"model.gathered(write_back=True)` of {SHARDED_MODEL}; if a module does so in its forward pass "
+            "each rank keeps a shard, and modules see a temporary copy. Change it inside a "
+            f"gathered(write_back=True) block of {self._pool.names.module}; if a module does so in its forward pass "
             "(nn.Embedding(max_norm=...), codebooks), keep the values in a buffer, or choose a stage that keeps "
             "parameters gathered (ZeRO-1 or 2). The write was dropped"
         )
 
     def _put_back(self) -> None:
         # Copies first: dropping them drops the writes, and they are gathered again.
-        self._drop()
+        self._pool.drop_idle(stale=True)
         self._pending = []
         for dtype, values in self._absent.items():
             values.fill_(absent_value(dtype))
@@ -389,7 +388,7 @@ class Guards:
         """Begin to watch the model, whose parameters are in their final places."""
         model, params = self._model, self._params
         self._structure = Structure(model, params, self._name)
-        self.edits = Edits(self._chunks, self._name, partial(self._pool.drop_idle, stale=True))
+        self.edits = Edits(self._chunks, self._name, self._pool)
         check = partial(self.broken.check, "a state")
         places = self._chunks, self._layout, self._pool
         self.state_dicts = StateDictGuard(model, params, *places, self._staged, check, self._structure.check)

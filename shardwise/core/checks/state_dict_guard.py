@@ -15,16 +15,9 @@ from torch import nn
 
 from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.base.torch_internals import each_leaf, no_own_torch_function, wrapper_subclass
-from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.gather import ChunkPool
 from shardwise.core.shards.layout import Layout
-
-SAVE = (
-    f"call it, on every rank, on {SHARDED_MODEL}, or inside its gathered() block; give the result to "
-    "save_pretrained(path, state_dict=...)"
-)
-LOAD = f"call it, on every rank, on the whole model or {SHARDED_MODEL}, or inside its gathered(write_back=True) block"
 
 
 class AbsentTensor(torch.Tensor):
@@ -170,11 +163,12 @@ class StateDictGuard:
             if param is not None and prefix + name in state and (missing := self._lacked(param)):
                 state[prefix + name] = AbsentTensor.of(param, self._lacking(module, missing))
 
-    @staticmethod
-    def _lacking(module: nn.Module, missing: str) -> str:
+    def _lacking(self, module: nn.Module, missing: str) -> str:
+        names = self._pool.names
         return (
             f"state_dict() of the sharded {type(module).__name__} itself would save only this rank's shards: {missing};"
-            f" {SAVE}"
+            f" use {names.save}, or call it, on every rank, on {names.module} or inside its gathered() block, and give "
+            "the result to save_pretrained(path, state_dict=...)"
         )
 
     def _before_loading(self, module: nn.Module, *_args: object) -> None:
@@ -193,7 +187,8 @@ class StateDictGuard:
             self._check_structure()
             raise RuntimeError(
                 f"load_state_dict() of the sharded {type(module).__name__} itself would bypass shards and masters "
-                f"({missing}); {LOAD}"
+                f"({missing}); call it, on every rank, on the whole model or {self._pool.names.module}, or inside its "
+                "gathered(write_back=True) block"
             )
 
     def remove(self) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import makes_cuda_graphs
+from shardwise.core.base.validate import Names
 from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.build_fingerprint import describe_build
 from shardwise.core.checks.guards import Guards, check_shardable
@@ -42,11 +43,11 @@ MOVED = (
 
 
 # [Note: What a build changes, and when]
-# Before take_over() nothing of the model and its optimizers changes, except the optimizers' step(), which build()
-# restores. All checks that may refuse the build come before it, on every rank, and the accounts of device memory
-# include memory that is not allocated yet. take_over() cannot be undone: there is no memory for a second copy of the
-# values, so an error says that the model has to be created again (MOVED). take_over() moves values first, while there
-# are no exchange buffers, then allocates these, and installs the hooks last.
+# Before take_over() nothing of the model and its optimizers changes. All checks that may refuse the build come before
+# it, on every rank, and the accounts of device memory include memory that is not allocated yet. take_over() cannot be
+# undone: there is no memory for a second copy of the values, so an error says that the model has to be created again
+# (MOVED). take_over() moves values first, while there are no exchange buffers, then allocates these, and installs the
+# hooks last.
 class Engine:
     """Shards ``model`` in place according to ``plan`` over ``mesh``.
 
@@ -58,6 +59,7 @@ class Engine:
         optimizers: the optimizers of the model's parameters (each parameter in at most one).
         plan: the packing, tiers, precision and schedule.
         mesh: the ranks.
+        names: names of the sharded objects, for error messages.
 
     Attributes:
         events: listeners by name; see :mod:`shardwise.core.base.events`.
@@ -76,7 +78,9 @@ class Engine:
         PeerError: another rank cannot build. Nothing was changed.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh, names: Names
+    ) -> None:
         self.events = Events()
         self.shards = _make_shards(model, tuple(optimizers), plan, mesh, self.events)
         storage, chunks = self.shards.storage, self.shards.chunks
@@ -86,7 +90,7 @@ class Engine:
         self.accounts = Accounts(storage, model, plan.precision.buffer_dtype, foreseen=not staged)
         if ledger.capacity_bytes is not None:
             self.meter = MemoryMeter(ledger, mesh.device, plan.tiers.auto, self.accounts.reserved_bytes)
-        self.pool = self._make_pool()
+        self.pool = self._make_pool(names)
         if self.pool.has_transient and (graphs := [n for n, m in model.named_modules() if makes_cuda_graphs(m)]):
             raise ValueError(
                 f"module {graphs[0]!r} is compiled into CUDA graphs, which replay fixed addresses; this plan gathers "
@@ -138,7 +142,7 @@ class Engine:
     # ---- set-up
 
     def wrap(self, index: int, scaler: LossScaler | None) -> ShardedOptimizer:
-        """Create the sharded form of one of the user's optimizers, which only has its ``step`` replaced."""
+        """Create the sharded form of one of the user's optimizers."""
         optimizer = self.shards.optimizers[index]
         self.shards.partition.narrow(optimizer)
         sharded = ShardedOptimizer(optimizer, index, scaler, self.values, self.grads, self.model_hooks, self.events)
@@ -181,7 +185,7 @@ class Engine:
             error.add_note(MOVED.format(name=type(self.shards.model).__name__))
             raise
 
-    def _make_pool(self) -> ChunkPool:
+    def _make_pool(self, names: Names) -> ChunkPool:
         shards, meter = self.shards, self.meter
         shard, comm = shards.plan.shard, shards.plan.comm
         transient = sum(c.spec.padded_bytes for c in shards.chunks if not c.resident)
@@ -194,7 +198,7 @@ class Engine:
             agree=comm.same_order is False or meter is not None,
         )
         units, ledger = shards.layout.units, shards.storage.ledger
-        pool = ChunkPool(units, shards.chunks, shards.mesh.shard, ledger, limits, self.events, shards.model_id)
+        pool = ChunkPool(units, shards.chunks, shards.mesh.shard, ledger, limits, self.events, shards.model_id, names)
         if meter is not None:
             meter.attach(pool)
         return pool

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from shardwise.core.base.torch_internals import accumulate_hooks, storage_id
-from shardwise.core.base.validate import SHARDED_OPTIMIZER
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import Group
 from shardwise.core.comm.errors import PeerError
@@ -502,7 +501,7 @@ class GradFacade:
                     raise RuntimeError(
                         f"{what} of {self.name(index)}.grad by step() of a {type(caller).__name__} that was made on "
                         "the parameters of a sharded model: it would train nothing; make the optimizer before "
-                        f"sharding, pass it, and step {SHARDED_OPTIMIZER}"
+                        "sharding, and pass it with the model"
                     )
 
     def _is_foreign_reader(self, optimizer: torch.optim.Optimizer) -> bool:

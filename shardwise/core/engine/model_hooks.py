@@ -13,7 +13,6 @@ from torch import nn
 
 from shardwise.core.base.events import Events
 from shardwise.core.base.tensors import ordinary_tensors
-from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.guards import refusals_of_wrappers
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.load_state_dict import compare_states, load_full
@@ -107,7 +106,7 @@ class ModelHooks:
         """
         raise TypeError(
             f"a {type(self._model).__name__} sharded over {self._shards.mesh.size} ranks cannot be copied or pickled: "
-            f"save state_dict() of {SHARDED_MODEL}, and load it into another model"
+            f"save state_dict() of {self._pool.names.module}, and load it into another model"
         )
 
     def _load_full(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -215,7 +214,7 @@ class ModelHooks:
                 f"{self._shards.name(entry.index)} got a gradient, but no forward pass has "
                 "gathered it since the last update, so its values were NaN. Use it in forward() of its module or of a "
                 "parent (other methods of the model do not gather), or compute the loss inside "
-                f"`with model.gathered():` of {SHARDED_MODEL}"
+                f"a gathered() block of {self._pool.names.module}"
             )
         with ordinary_tensors():  # with create_graph=True gradients are enabled
             grad = grad.detach() if grad.requires_grad else grad

@@ -12,7 +12,7 @@ from shardwise.core.base.device import runs_ahead
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.module_wrapper import attribute_of
-from shardwise.core.base.validate import SHARDED_MODEL, check_tensor, number
+from shardwise.core.base.validate import check_tensor, number
 from shardwise.core.base.warnings import called_by, warn_user
 from shardwise.core.checks.broken import state_of
 from shardwise.core.checks.collective_calls import collective
@@ -116,7 +116,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         known = zip(self._shards.params, self._shards.layout.facts, strict=True)
         names = {id(param): fact.names[0] for param, fact in known if fact.optimizer == self.index}
         redirect(self.optimizer, self, names)
+        vars(self.optimizer)["step"] = self._refuse_own_step
         self.full_state.adopt()
+
+    def _refuse_own_step(self, *_args: object, **_kwargs: object) -> None:
+        """The ``step`` of the user's optimizer, which would start without state, also after :meth:`close`."""
+        guards, todo = self._values.guards, f"call {self._values.pool.names.step}"
+        if guards.unsharded or (guards.closed and all(chunk.resident for chunk in self._shards.chunks)):
+            todo = "its state belongs to a model that is no longer sharded: make a new one on model.parameters()"
+        elif guards.closed:
+            todo = (
+                "its state belongs to a model that was closed: build it again, with a new one, and load a state that "
+                "was saved before"
+            )
+        name = type(self.optimizer).__name__
+        raise RuntimeError(f"step() of the {name} itself does nothing once sharded; {todo}")
+
+    # Schedulers look for this mark on the step() that they count, to detect a replacement.
+    _refuse_own_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
 
@@ -166,8 +183,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before sharding "
-            "and freeze its parameters until they are to be trained"
+            f"add_param_group({sorted(param_group)}) of the {type(self.optimizer).__name__} after sharding: add the "
+            "group before sharding and freeze its parameters until they are to be trained"
         )
 
     # ---- step
@@ -303,16 +320,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._grads.facade.stale.note(self.index, self._states)
         self._grads.drop(self.index)
 
-    def close(self, unsharded: bool = False) -> None:
-        """Stop updates. The state of the user's optimizer stays sharded, and its own ``step`` is refused. Idempotent.
-
-        Args:
-            unsharded: the model's parameters have their values again.
-        """
+    def close(self) -> None:
+        """Stop updates. The state of the user's optimizer stays sharded, so its own ``step`` raises. Idempotent."""
         if self._early is not None:
             self._early.close()
-        self.updates.stepper.close(unsharded or all(chunk.resident for chunk in self._shards.chunks))
-        vars(self.optimizer).pop("zero_grad", None)  # the class's method applies again
+        for name in ("zero_grad", "add_param_group"):  # the class's methods apply again
+            vars(self.optimizer).pop(name, None)
 
     # ---- backward passes
 
@@ -370,7 +383,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 warn_user(
                     "the loss is NaN. A sharded parameter has its values during a forward pass, and is NaN outside of "
                     "it. If the loss reads parameters itself (a penalty over model.parameters()), compute it inside "
-                    f"`with model.gathered():` of {SHARDED_MODEL}"
+                    f"a gathered() block of {self._values.pool.names.module}"
                 )
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:

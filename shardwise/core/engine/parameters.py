@@ -182,8 +182,8 @@ class ParameterValues:
         if "expected dtype" in str(error) and dtypes:
             error.add_note(
                 f"Inside gathered() parameters have the compute dtype, {dtypes.pop()}. For a moving average "
-                "(AveragedModel) of the fp32 values load session.module.state_dict() into a copy that was made before "
-                "shard(), and average that copy."
+                f"(AveragedModel) of the fp32 values load state_dict() of {self.pool.names.module} into a copy that "
+                "was made before sharding, and average that copy."
             )
 
     def _copy_assigned_data(self) -> None:

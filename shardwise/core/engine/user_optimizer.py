@@ -8,10 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 
-FORWARDED = ("zero_grad", "state_dict", "load_state_dict")
-"""Methods that redirect to the sharded optimizer."""
-REPLACED = ("step", "add_param_group", *FORWARDED)
-"""The redirected methods, and those that raise (``TileStepper``)."""
+FORWARDED = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
+"""Methods that redirect to the sharded optimizer, whose ``add_param_group`` raises."""
+REPLACED = ("step", *FORWARDED)
 
 
 # [Note: What groups hold]
@@ -67,8 +66,7 @@ class ShardState(defaultdict[Any, Any]):
 
 
 def redirect(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Redirect ``zero_grad``, ``state_dict`` and ``load_state_dict`` of the user's ``optimizer`` to ``sharded``, and
-    clear its state.
+    """Redirect the methods :data:`FORWARDED` of the user's ``optimizer`` to ``sharded``, and clear its state.
 
     Args:
         optimizer: the user's.

@@ -20,7 +20,6 @@ from shardwise.core.base.torch_internals import (
     no_own_torch_function,
     wrapper_subclass,
 )
-from shardwise.core.base.validate import SHARDED_OPTIMIZER
 
 
 class NoMemory(torch.UntypedStorage):
@@ -508,7 +507,7 @@ def _check_targets(what: str, written: Sequence[torch.Tensor], ours: Sequence[Sh
             if owner.writes_parameter(grad.param_index, target):
                 raise RuntimeError(
                     f"{what} updates {owner.name(grad.param_index)!r} with its .grad by hand; a sharded parameter is "
-                    f"only changed by step() of {SHARDED_OPTIMIZER}: pass its optimizer when you shard the model"
+                    "only changed by step() of the sharded optimizer: pass its optimizer when you shard the model"
                 )
 
 

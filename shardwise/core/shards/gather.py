@@ -22,6 +22,7 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import current_graph_task, in_transform, labelled, storage_id
+from shardwise.core.base.validate import SESSION, Names
 from shardwise.core.comm import DONE, NO_MODEL, Group, ModelId, PeerError
 from shardwise.core.memory.ledger import IDLE_ARRAYS, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
@@ -114,6 +115,7 @@ class ChunkPool:
         limits: how much may be gathered.
         events: notified of units: requested, ready, gathered, evicted.
         model_id: id of the model on ``group``.
+        names: names of the sharded objects, for error messages.
 
     Attributes:
         agrees: the ranks agree on each gather (:attr:`agreement`).
@@ -137,12 +139,13 @@ class ChunkPool:
         limits: GatherLimits,
         events: Events,
         model_id: ModelId = NO_MODEL,
+        names: Names = SESSION,
     ) -> None:
-        self._model_id, self._events, prefetch = model_id, events, limits.prefetch
+        self._model_id, self._events, self.names = model_id, events, names
         count = 1 + max((u.index for u in units), default=-1)
         self.agreement = GatherAgreement(group, ledger, count, model_id, [c.source for c in chunks])
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
-        self.budget_bytes, self.prefetch = limits.budget_bytes, prefetch
+        self.limits = limits
         self.training, self._evaluation = Trace(), Trace()
         self.trace = self.training
         self.gathered_bytes = self.peak_gathered_bytes = 0
@@ -162,8 +165,8 @@ class ChunkPool:
         # Between CPU ranks of one host the reader copies a gather, which cannot overlap.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
         self.sizes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
-        largest, ahead = max(self.sizes.values(), default=0), AHEAD_BYTES if self._far and prefetch else 0
-        self.arrays = ArrayPool(group.device, 2 * largest + max(prefetch * largest, ahead))
+        largest, ahead = max(self.sizes.values(), default=0), AHEAD_BYTES if self._far and limits.prefetch else 0
+        self.arrays = ArrayPool(group.device, 2 * largest + max(limits.prefetch * largest, ahead))
         self.lock, self._maps, self._looked = threading.RLock(), True, 0
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
         self.by_storage, self._gathered, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
@@ -318,7 +321,7 @@ class ChunkPool:
 
     def _soon(self) -> list[int]:
         """Return the units to prefetch in addition to the unit in use."""
-        return next_units(self.trace, self.prefetch, self.sizes if self._far else None)
+        return next_units(self.trace, self.limits.prefetch, self.sizes if self._far else None)
 
     def _counts(self, unit: int) -> bool:
         """Whether the unit is gathered, or being gathered, as far as the order of gathers is concerned."""
@@ -326,7 +329,7 @@ class ChunkPool:
 
     def _trim_idle(self) -> None:
         """Under a declared capacity, count idle arrays against the budget as well."""
-        if self.ledger.capacity_bytes is not None and self.reusable_bytes > self.budget_bytes():
+        if self.ledger.capacity_bytes is not None and self.reusable_bytes > self.limits.budget_bytes():
             self.arrays.drop()
 
     def _fitting(self, unit: int, soon: Iterable[int]) -> list[int]:
@@ -412,7 +415,7 @@ class ChunkPool:
         pinned = sum([self.sizes[u] for u in gathered if u not in evictable])
         idle = sum([self.sizes[u] for u in evictable])
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
-        room = max(self.budget_bytes() - needed - pinned, 0)
+        room = max(self.limits.budget_bytes() - needed - pinned, 0)
         candidates = evictable.difference(soon)
         while idle > room and candidates:
             victim = choose_victim(self.trace, candidates)

@@ -35,7 +35,6 @@ from shardwise.core.base.torch_internals import (
     version_of,
     without_transforms,
 )
-from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.gather import ChunkPool
 
@@ -434,7 +433,7 @@ class GatherHooks:
                 f"{self._names.get(id(param), 'a parameter')} {tuple(param.shape)} was used in a forward pass while it "
                 "was NaN: it is gathered for its module's own forward, and where it is read as an attribute "
                 "(self.layer.weight), not by iterating over parameters(). Read it by name, or make the pass inside "
-                f"`with model.gathered():` of {SHARDED_MODEL}"
+                f"a gathered() block of {self.pool.names.module}"
             )
 
     def _pack(self, tensor: torch.Tensor) -> _SavedTensor | _SavedView:

@@ -17,7 +17,6 @@ import torch
 from shardwise.core.base.device import copy_ahead, is_page_locked, record_event
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import versions_of
-from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.memory.host import host_block
 from shardwise.core.memory.tier import Home, Tier
@@ -197,8 +196,7 @@ class MasterEdits:
             if changed and state.on_disk:
                 raise RuntimeError(
                     f"parameters of chunk {chunk.spec.index} ({chunk.shard_numel} elements) were written to, but "
-                    "their masters are on a disk: make changes inside `with model.gathered(write_back=True)` of "
-                    f"{SHARDED_MODEL}"
+                    "their masters are on a disk: make changes inside a gathered(write_back=True) block"
                 )
             self._versions[chunk.spec.index] = versions
 

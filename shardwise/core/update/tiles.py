@@ -24,7 +24,6 @@ from torch.torch_version import TorchVersion
 
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import copy_each, labelled, plain, point
-from shardwise.core.base.validate import SHARDED_OPTIMIZER
 from shardwise.core.checks.param_groups import ParamGroups, check_modes
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import TileNorm
@@ -304,45 +303,11 @@ class TileStepper:
         self._bare = BareStep(optimizer)
         self._fused: set[int] = set()
         """Groups for which shardwise chose torch's fused kernel."""
-        self._readable: bool | None = None
-        """Whether the stepper is closed."""
         self.foreign, self._ours = is_foreign(optimizer), type(optimizer).__module__.startswith(OURS)
         self._may_move = self.foreign or not self._bare.module.startswith(OF_TORCH_OR_OURS)
         """Whether the step of the optimizer may assign other memory to parameters."""
         self.norm: TileNorm | None = None
         """Receives the gradients that an update reads, if it needs them."""
-        optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
-        optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
-
-    def _refuse(self, *_args: object, **_kwargs: object) -> None:
-        name, todo = type(self.optimizer).__name__, f"call step() of {SHARDED_OPTIMIZER}"
-        if self._readable is not None:
-            todo = "its state belongs to a model that "
-            if self._readable:
-                todo += "is no longer sharded: make a new one on model.parameters()"
-            else:
-                todo += "was closed: build it again, with a new one, and load a state that was saved before"
-        raise RuntimeError(f"step() of the {name} itself does nothing once sharded; {todo}")
-
-    def _refuse_group(self, param_group: dict[str, Any]) -> None:
-        raise RuntimeError(
-            f"add_param_group({sorted(param_group)}) of the {type(self.optimizer).__name__} after sharding: its "
-            "parameters would be trained nowhere; add the group before sharding"
-        )
-
-    # Schedulers look for this mark on the step() that they count, to detect a replacement.
-    _refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def close(self, readable: bool) -> None:
-        """Close the stepper. Its state stays that of pieces, so the optimizer's own ``step`` still raises.
-
-        Otherwise that ``step`` would start without state.
-
-        Args:
-            readable: the model's parameters have their values without the engine, too.
-        """
-        self._readable = readable
-        vars(self.optimizer).pop("add_param_group", None)
 
     @contextmanager
     def stepping(self, factor: float) -> Iterator[Callable[[Sequence[tuple[UpdateTile, torch.Tensor | None]]], None]]:

@@ -23,7 +23,7 @@ from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.session import Session, build
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
-from shardwise.zero.fronts import ModelFront
+from shardwise.zero.fronts import NAMES, ModelFront
 from shardwise.zero.init_ctx import ParameterMark, mark_of
 from shardwise.zero.shard_utils import BaseShardStrategy
 
@@ -143,7 +143,7 @@ class ShardedModelV2(ModelFront):
         self, optimizer: torch.optim.Optimizer | None = None, arguments: OptimizerArguments | None = None
     ) -> Session:
         plan = to_plan(self.arguments, arguments, self._facts)
-        session = self._session = build(self.module, optimizer, plan, self._own_mesh())
+        session = self._session = build(self.module, optimizer, plan, self._own_mesh(), names=NAMES)
         if self.arguments.reuse_fp16_shard:
             session.events.backward_requested.listen(self._refuse_accumulation)
         return session

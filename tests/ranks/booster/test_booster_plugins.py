@@ -327,7 +327,7 @@ def test_update_during_backward_needs_offloaded_state_on_a_gpu(monkeypatch: pyte
     ):
         assert updates_early(placed.plan(1), EXAMPLES_GPU)
     built = SimpleNamespace(module=nn.Linear(1, 1), optimizer=None, optimizers=())
-    monkeypatch.setattr("shardwise.session.build", lambda *arguments: built)
+    monkeypatch.setattr("shardwise.session.build", lambda *arguments, **names: built)
     vars(plugin)["_mesh"] = SimpleNamespace(size=1, device=EXAMPLES_GPU, mesh_group=SimpleNamespace(size=1))
     with pytest.warns(UserWarning, match="update='backward' updates nothing during backward.*on cuda") as caught:
         plugin.configure(nn.Linear(1, 1))

@@ -59,11 +59,6 @@ def cast_the_module(session: Session) -> str:
     return told(session.optimizer.step)
 
 
-def step_the_original(session: Session) -> str:
-    session.backward(loss_of(session))
-    return told(session.optimizer.optimizer.step)
-
-
 def step_inside_gathered(session: Session) -> str:
     with session.module.gathered():
         session.backward(loss_of(session))
@@ -100,11 +95,10 @@ def graph_from_before_a_write(session: Session) -> str:
 
 MISTAKES: list[tuple[Callable[[Session], str], tuple[str, ...]]] = [
     (graph_from_before_a_write, ()),  # the message is autograd's at ZeRO-2 and the library's at ZeRO-3
-    (load_inside_gathered, ("Sequential", "bypass", "session.module (or", "gathered(write_back=True)")),
+    (load_inside_gathered, ("Sequential", "bypass", "session.module, or inside its gathered(write_back=True) block")),
     (cast_the_module, ("0.weight", "float32", "before sharding")),
-    (step_the_original, ("SGD", "session.optimizer (or the optimizer")),
     (step_inside_gathered, ("gathered()", "leave the block")),
-    (copy_the_module, ("2 ranks", "state_dict()")),
+    (copy_the_module, ("2 ranks", "state_dict() of session.module")),
     (changing_groups, ("Counting.step() changes its param group", "steps")),
     (shard_twice, ("sharded already",)),
 ]
@@ -220,7 +214,7 @@ def test_invalid_session_calls_name_the_remedy(name: str) -> None:
         own = session.optimizers[0]
 
         mistakes: list[tuple[Callable[[], object], tuple[str, ...]]] = [
-            (lambda: own.add_param_group({"params": []}), ("add_param_group(['params'])", "before")),
+            (lambda: own.optimizer.add_param_group({"params": []}), ("group(['params']) of the SGD", "before")),
             (own.__getstate__, ("2 ranks", "state_dict()")),
             (lambda: session.module.load_state_dict({}, assign=True), ("assign=True",)),
             *([(session.no_sync, ("reduce='every'",))] if name in ("zero2", "zero3") else []),

@@ -579,5 +579,5 @@ def test_averaged_model_of_state_dicts(stage: int) -> None:
     with pytest.raises(RuntimeError) as error, session.module.gathered():
         average.update_parameters(model)
     (note,) = error.value.__notes__
-    assert "torch.bfloat16" in note and "load session.module.state_dict()" in note
+    assert "torch.bfloat16" in note and "load state_dict() of session.module" in note
     session.close()

@@ -27,7 +27,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.deepspeed.config_object import OffloadStateTypeEnum
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import Session, build
-from shardwise.strategies.sessions import shard
+from shardwise.strategies.sessions import OF_TRAINER, shard
 from shardwise.testing import assert_close, run_ranks
 from shardwise.zero import ShardedModelV2, TensorShardStrategy, ZeroInitContext
 from tests.support.engine_setup import sharded
@@ -204,7 +204,7 @@ def of_sharded_model() -> None:
 def of_lightning(plan: Plan) -> None:
     """Train as a strategy does, which keeps one mesh per layout of ranks for later runs of the Trainer."""
     model = net()
-    train(shard(model, [optimizer_of(model)], plan, torch.device("cpu")).session)
+    train(shard(model, [optimizer_of(model)], plan, torch.device("cpu"), OF_TRAINER).session)
 
 
 def failing(plan: Plan) -> None:

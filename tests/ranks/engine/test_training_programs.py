@@ -341,5 +341,5 @@ def test_losses_that_read_resharded_parameters_raise_or_warn(name: str) -> None:
         said = [str(each.message) for each in told if "the loss is NaN" in str(each.message)]
         words, times = SAID[name]
         assert words in error and len(said) == times
-        assert all("inside `with model.gathered():`" in each for each in [*said, *[error][: words != "nothing"]])
+        assert all("a gathered() block of session.module" in each for each in [*said, *[error][: words != "nothing"]])
         assert_close(session.module.state_dict(), plain(), 1e-12, "after the passes that were dropped")

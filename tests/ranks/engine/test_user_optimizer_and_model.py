@@ -5,14 +5,12 @@ the model itself, which is sharded in place, on all ranks or on one.
 """
 
 import copy
-import io
 import pickle
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -151,8 +149,7 @@ def test_user_optimizer_equals_the_sessions_optimizer(name: str, ranks: int) -> 
                 optimizer.zero_grad()
             state = copy.deepcopy(optimizer.state_dict())
             values = session.module.state_dict()
-            raises(RuntimeError, r"call step\(\) of session\.optimizer \(or", optimizer.step)
-            raises(RuntimeError, "add the group before", optimizer.add_param_group, {"params": []})
+            raises(RuntimeError, r"call session\.optimizer\.step\(\)$", optimizer.step)
         expected = plain_optimizer.state_dict()
         assert [g["params"] for g in state["param_groups"]] == [g["params"] for g in expected["param_groups"]]
         assert state["state"].keys() == expected["state"].keys()
@@ -201,7 +198,6 @@ def test_unsupported_uses_of_the_optimizer_state_raise(name: str, ranks: int) ->
         model(data(0, 0)).sum().backward()
         optimizer.zero_grad()
         assert param.grad is None
-        raises(RuntimeError, r"make a new one on model\.parameters\(\)", optimizer.step)
         raises(RuntimeError, r"no longer sharded since unshard\(\)", optimizer.load_state_dict, {})
         again = "optimizer Adam belongs to a sharded model already"
         raises(ValueError, again, build, model, optimizer, plan, mesh)
@@ -315,17 +311,7 @@ def first_alone(session: Session, name: str) -> None:
             weight = names["weight"]
             assert list(names) == ["weight", "bias"] and weight.shape == own.first.weight.shape
             assert re.search(said.format("Linear"), str(weight))
-            reads: list[Callable[[], object]] = [
-                weight.clone,
-                weight.sum,
-                weight.tolist,
-                lambda: copy.deepcopy(names),
-                lambda: torch.save(names, io.BytesIO()),
-                lambda: torch.empty(weight.shape).copy_(weight),
-                lambda: safetensors.torch.save(names),
-            ]
-            for read in reads:
-                raises(RuntimeError, said.format("Linear"), read)
+            raises(RuntimeError, said.format("Linear"), lambda: torch.empty(weight.shape).copy_(weight))
     dist.barrier()
     after = whole(session)
     exact = session.plan.precision.param_dtype is None

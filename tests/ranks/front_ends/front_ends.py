@@ -363,7 +363,7 @@ class DeepSpeed(FrontEnd):
             "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
             "gradient_accumulation_steps": self.program.passes,
             "gradient_clipping": self.program.clip,
-            "zero_optimization": {"stage": 3},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "fp16": {"enabled": self.program.half, "initial_scale_power": 6},
         }
         self.module, self.optimizer, *_ = shardwise.deepspeed.initialize(

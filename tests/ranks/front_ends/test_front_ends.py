@@ -4,6 +4,7 @@ Each test runs one program under one front-end; features of a single front-end a
 tested: dtypes and buffers of 16-bit models under every front-end, and BatchNorm.
 """
 
+import re
 import warnings
 from dataclasses import replace
 from itertools import product
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 from tests.support.engine_setup import sharded
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 RANKS = 2
@@ -180,6 +181,40 @@ def test_dtypes_under_a_front_end(name: str, tmp_path: Path) -> None:
         assert counts(net) == expected_counts(torch.float16 if name in CASTS_BUFFERS else torch.float32)
         assert net.input_dtype is (torch.float32 if name == "booster-ddp" else torch.float16)
         assert outputs[-1].dtype is (torch.float32 if name in FP32_OUTPUTS else torch.float16)
+        front_end.close()
+
+
+NAMES = {
+    "shard": ("session.optimizer.step()", "session.checkpoints.save(directory)"),
+    "booster-gemini": ("step() of the boosted optimizer", "booster.save_model(model, path)"),
+    "lightning-fully-sharded": ("self.optimizers().step()", "trainer.save_checkpoint(path)"),
+    "fabric": ("step() of what fabric.setup returned", ""),  # its strategy keeps small parameters gathered
+    "deepspeed": ("engine.step()", "engine.save_checkpoint(directory)"),
+    "sharded-model": ("step() of the optimizer's wrapper", "state_dict() of the wrapper"),
+    "huggingface": ("trainer.optimizer.step()", "trainer.save_model()"),
+    "accelerate": ("step() of the optimizer that prepare returned", "accelerator.get_state_dict(model)"),
+}
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_name_the_objects_of_the_front_end(name: str, tmp_path: Path) -> None:
+    """Also after another front-end was used in the same process."""
+    kind, (step, save) = FRONT_ENDS[name], NAMES[name]
+    optimizers = list[torch.optim.Optimizer]()
+
+    def noted(model: nn.Module) -> torch.optim.Optimizer:
+        optimizers.append(sgd(model))
+        return optimizers[-1]
+
+    with kind.context(), mock.patch.object(front_ends, "adam", noted), warnings.catch_warnings(action="ignore"):
+        front_end, other = kind(Program(steps=(0,), half=kind.always_half), str(tmp_path)), Net()
+        front_end.run()
+        with sharded(other, sgd(other), zero(3)):
+            raises(RuntimeError, rf"; call {re.escape(step)}$", optimizers[-1].step)
+            if save:
+                weight = front_end.net[0].state_dict()["weight"]
+                raises(RuntimeError, rf"; use {re.escape(save)}, or call it", weight.sum)
         front_end.close()
 
 

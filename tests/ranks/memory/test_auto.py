@@ -157,7 +157,7 @@ def watch(session: Session, found: Found) -> None:
 
     def use(unit: int) -> None:
         if pool.in_training and len(found.budgets[-1]) < len(pool.trace.current):
-            found.budgets[-1].append(pool.budget_bytes())
+            found.budgets[-1].append(pool.limits.budget_bytes())
 
     def ready(unit: int) -> None:
         if ledger.capacity_bytes is not None:

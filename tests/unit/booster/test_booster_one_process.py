@@ -222,7 +222,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin, optimizer: Any
     plans: list[Plan] = []
     traces: list[MemStats] = []
 
-    def build(model: nn.Module, optimizer: Any, plan: Plan, mesh: Any) -> Any:
+    def build(model: nn.Module, optimizer: Any, plan: Plan, mesh: Any, names: object) -> Any:
         plans.append(plan)
         return SimpleNamespace(
             module=model, optimizer=optimizer, optimizers=(), use_memory_stats=traces.append, checkpoints=plugin

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.utils.dlpack
 from torch import nn
@@ -438,6 +439,8 @@ READS: dict[str, Callable[[AbsentTensor], object]] = {
     "a copy": copy.deepcopy,
     "pickle": pickle.dumps,
     "numpy": lambda value: value.numpy(),
+    "a list": lambda value: value.tolist(),
+    "safetensors": lambda value: safetensors.torch.save({"weight": value}),
     "asarray": np.asarray,
     "its storage": lambda value: value.untyped_storage(),
     "from_dlpack": torch.from_dlpack,

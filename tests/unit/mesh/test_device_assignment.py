@@ -222,7 +222,7 @@ def by_deepspeed(model: nn.Module) -> None:
 
 
 def by_lightning(model: nn.Module) -> None:
-    sessions.shard(model, [sgd(model)], zero(2), CPU)
+    sessions.shard(model, [sgd(model)], zero(2), CPU, sessions.OF_TRAINER)
 
 
 def by_trainer(model: nn.Module) -> None:

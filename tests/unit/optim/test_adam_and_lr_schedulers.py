@@ -531,12 +531,3 @@ def test_schedulers_built_before_and_after_do_not_warn() -> None:
         before.step()
         after.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05**3)
-
-
-def test_original_step_raises_before_and_after_close() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    session = build(model, optimizer, zero(2))
-    raises(RuntimeError, "that boost, initialize or prepare returned", lambda: optimizer.step())
-    session.close()
-    raises(RuntimeError, r"model that is no longer sharded: make a new one on model\.parameters", optimizer.step)
