@@ -121,8 +121,8 @@ def _losses(text: str) -> list[float]:
 def test_examples_whose_library_starts_the_ranks(name: str, epochs: int, tmp_path: Path) -> None:
     program = [sys.executable, str(EXAMPLES / name)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    # Ray writes no token to the home directory, and prints each line once.
-    variables = os.environ | {"PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+    # Ray writes a token and its results to the home directory, and by default prints each line twice.
+    variables = os.environ | {"PYTHONPATH": paths, "HOME": str(tmp_path), "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
     done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=600)
     losses = _losses(done.stdout + done.stderr)
     assert done.returncode == 0 and len(losses) == epochs and losses[-1] < losses[0], done.stderr
