@@ -8,13 +8,12 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hybrid_pages
 import torch
 import torch.distributed as dist
 from guide_pages import GUIDE
-from page_blocks import ROOT, Block, shown
+from page_blocks import ROOT, Block, Names, fences, shown
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,8 +24,7 @@ from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.nn.optimizer import HybridAdam
 from shardwise.plan import replicated, zero
 from shardwise.session import build
-
-Names = dict[str, Any]
+from tests.support.packed_setup import LAYERS, base, train
 
 
 def _deep(names: Names) -> None:
@@ -51,21 +49,6 @@ def _half_on_the_host(names: Names) -> None:
 def _on_the_disk(names: Names) -> None:
     assert names["said"]["optimizer state"] > 0 < names["read"] and Path("scratch").is_dir()
     names["session"].close()
-
-
-MEMORY: dict[str, list[Block]] = {
-    "docs/disk.md": [
-        Block("session = shardwise.shard(model", before=_deep, after=_on_the_disk),
-        Block("from shardwise.nn.optimizer import HybridAdam", before=_deep),
-    ],
-    "docs/inside/disk.md": [*shown("a picture of files", "<directory>/")],
-    "docs/offload.md": [
-        Block("session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
-        Block("from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
-        Block("from shardwise.plan import DiskPlan", before=_deep, after=lambda names: names["session"].close()),
-    ],
-}
-"""By page, its blocks in their order."""
 
 
 WIDTH = 8
@@ -99,6 +82,22 @@ class _Words(nn.Module):
         holder.add_module(inner, nn.ModuleList([nn.Linear(WIDTH, WIDTH)]))
         self.add_module(embedding, nn.Embedding(rows, WIDTH))
         self.head.weight = self.get_submodule(embedding).weight
+
+
+def _unseen(names: Names) -> None:
+    """A session, and samples for 105 batches on each rank, of which the page's loop saves the position after 100."""
+    samples = torch.arange(105 * 8 * dist.get_world_size())
+    names.update(session=build(_net(), None, zero(2)), dataset=TensorDataset(samples, samples), batches=[])
+    names["train_step"] = lambda inputs, targets: names["batches"].append(inputs.tolist())
+
+
+def _continues(names: Names) -> None:
+    """A second run of the block sees the last five batches, in the first run's order."""
+    first, names["batches"] = names["batches"], []
+    [text] = [fence.text for fence in fences("docs/checkpoints.md") if fence.first.startswith("from torchdata")]
+    exec(text.replace(*DATA_RUNS[0]), names)
+    assert len(first) == 105 and names["batches"] == first[100:] and first[0] != sorted(first[0])
+    names["session"].close()
 
 
 def _other_names(names: Names) -> None:
@@ -163,6 +162,20 @@ def _lora(names: Names) -> None:
     names.update(
         inputs=torch.ones(2, WIDTH), criterion=_criterion, train_dataloader=DataLoader(_dataset(), batch_size=8)
     )
+
+
+def _quantized(names: Names) -> None:
+    if dist.get_rank() == 0:
+        base(".")
+    dist.barrier()
+    names.update(folder="base", device="cpu")
+
+
+def _trained_adapters(names: Names) -> None:
+    session = names["session"]
+    train(session.module, session.backward, session.optimizer.step)
+    trained = [name for name, value in session.module.state_dict().items() if "lora_B" in name and value.any()]
+    assert len(trained) == 7 * LAYERS  # they start as zeros
 
 
 def _exists(*paths: str) -> Callable[[Names], None]:
@@ -249,7 +262,7 @@ def _lm_head(names: Names) -> None:
 def _configuration(names: Names) -> None:
     _training(names)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
-    config = {"train_batch_size": 16, "optimizer": optimizer, "scheduler": {"type": "WarmupLR"}}
+    config = {"train_batch_size": 16, "optimizer": optimizer, "scheduler": {"type": "WarmupLR"}, "gradient_clipping": 1}
     Path(f"ds_config{dist.get_rank()}.json").write_text(json.dumps(config))
     Path(f"ds_config{dist.get_rank()}.json").rename("ds_config.json")
     dist.barrier()
@@ -325,13 +338,22 @@ IN_FABRIC = (("devices=4", f"{CPU}, plugins=environment()"),)
 IN_LIGHTNING = (("devices=4", f"{CPU}, max_epochs=1, logger=False, plugins=environment()"),)
 PICTURE = "a picture of packages and files"
 OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; the page says what they gave"
-BITSANDBYTES = "it needs bitsandbytes; tests/ranks/huggingface/test_qlora.py runs it where that is installed"
+DATA_RUNS = (('"runs"', '"data-runs"'),)  # "runs" has a checkpoint of the first block
 LONG = "a program of several minutes; tests/ranks/huggingface/test_deepspeed_programs.py starts a small one"
 AN_ERROR = "what an error looks like; tests/unit/project/test_test_runner.py and test_pool.py ask for its parts"
 
 PAGES: dict[str, list[Block]] = {
     **GUIDE,
-    **MEMORY,
+    "docs/disk.md": [
+        Block("session = shardwise.shard(model", before=_deep, after=_on_the_disk),
+        Block("from shardwise.nn.optimizer import HybridAdam", before=_deep),
+    ],
+    "docs/inside/disk.md": [*shown("a picture of files", "<directory>/")],
+    "docs/offload.md": [
+        Block("session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
+        Block("from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
+        Block("from shardwise.plan import DiskPlan", before=_deep, after=lambda names: names["session"].close()),
+    ],
     "README.md": [
         *shown("it installs; the tests run in what `make dev` installed", "pip install ."),
         *shown("tests/ranks/docs/test_examples.py runs both sides of it", "import torch"),
@@ -354,7 +376,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/checkpoint-format.md": [Block("import json", after=_read_by_itself)],
     "docs/checkpoints.md": [
         Block("import shardwise", before=_training, after=_restored),
-        *shown("torchdata is not installed with the package", "from torchdata"),
+        Block("from torchdata", before=_unseen, instead=DATA_RUNS, after=_continues),
         Block("session.checkpoints.load(", before=_other_names, after=_renamed),
         Block("from pathlib import Path", alone=True, after=_copied_back),
         Block('booster.save_checkpoint("runs/gen', before=_two_models, after=_exists("runs/discriminator/step-3")),
@@ -391,7 +413,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/lora.md": [
         Block("import torch", before=_lora, after=_exists("adapter/adapter_model.safetensors")),
         Block("import peft", before=_lora, after=_exists("adapter/adapter_config.json")),
-        *shown(BITSANDBYTES, "import torch"),
+        Block("import torch", before=_quantized, after=_trained_adapters),
     ],
     "docs/metrics.md": [
         Block("from shardwise.metrics", before=hybrid_pages.trained, after=hybrid_pages.recorded),
@@ -435,7 +457,7 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/memory-profiling.md": [
         Block("$ shardwise trace examples/trace_memory.py:build", how="shell"),
-        Block("import torch"),
+        Block("from pathlib import Path"),
     ],
     "docs/optim.md": [Block("from shardwise.nn.optimizer import HybridAdam", before=_training)],
     "docs/sharded-model.md": [

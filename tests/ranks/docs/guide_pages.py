@@ -3,21 +3,18 @@
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
-from page_blocks import Block, shown
+from huggingface_hub import HfApi, constants
+from page_blocks import Block, Names, shown
 from safetensors.torch import load_file
 from torch import nn
 
 import shardwise
 from shardwise.core.deferred import is_deferred
 
-Names = dict[str, Any]
 STATE_BYTES = 16  # a parameter, under Adam in mixed precision
-
-
-def written(names: Names) -> None:
-    assert Path("large/model.safetensors").exists()
 
 
 def described(names: Names) -> None:
@@ -60,6 +57,25 @@ def exported(names: Names) -> None:
         state = names["tuned"].state_dict()
         stored = load_file("large/model.safetensors")
         assert state.keys() == stored.keys() and not torch.equal(state["lm_head.weight"], stored["lm_head.weight"])
+        uploaded = names["AutoModelForCausalLM"].from_pretrained(pushed(names["tuned"])).state_dict()
+        assert state.keys() == uploaded.keys() and all(torch.equal(state[name], uploaded[name]) for name in state)
+
+
+def pushed(model: Any) -> Path:
+    """Push to a stand-in for the Hub; return the folder of the uploaded files."""
+    hub = Path("hub")
+    hub.mkdir()
+
+    def create_commit(*_: Any, operations: list[Any], **__: Any) -> None:
+        for each in operations:
+            (hub / each.path_in_repo).write_bytes(Path(each.path_or_fileobj).read_bytes())
+
+    methods = {"create_repo": Mock(return_value=Mock(repo_id="me/tuned")), "create_commit": create_commit}
+    with patch.multiple(HfApi, **methods), patch.object(constants, "HF_HUB_OFFLINE", True):
+        model.push_to_hub("me/tuned")
+    names = {path.name for path in hub.iterdir()}
+    assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    return hub
 
 
 def computed(names: Names) -> None:
@@ -157,7 +173,7 @@ GUIDE: dict[str, list[Block]] = {
     "docs/quickstart.md": [
         *shown("the blocks below are that program, run as one here", "shardwise run --nproc 2"),
         Block("import torch"),
-        Block("from pathlib import Path", after=written),
+        Block("from pathlib import Path"),
         Block("from shardwise import", after=described),
         Block("import shardwise", after=too_large),
         Block("session.checkpoints.load(", after=loaded),

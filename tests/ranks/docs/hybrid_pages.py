@@ -1,10 +1,10 @@
 """What the blocks of hybrid-parallel.md, shardformer.md, native.md and fabric.md need, and what they must have done."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from page_blocks import Names
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -13,7 +13,6 @@ import shardwise
 from tests.support import lightning_setup
 
 WIDTH, VOCABULARY = 8, 32
-Names = dict[str, Any]
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):

@@ -31,9 +31,9 @@ class Block:
     Attributes:
         first: as much of it as tells it from the page's others.
         how: ``"run"``: Python, on ranks. ``"main"``: Python, a module whose last part is guarded by ``__main__``, in
-            the test's own process. ``"shell"``: commands of ours, in the test's own process. ``"options"``: the same,
-            but only their options are checked. ``"make"``: targets that exist. ``"shown"``: not run, for ``why``.
-        why: of ``"options"`` and ``"shown"``.
+            the test's own process. ``"shell"``: commands of ours, in the test's own process. ``"make"``: targets that
+            exist. ``"shown"``: not run, for ``why``.
+        why: of ``"shown"``.
         before, after: called with the page's names.
         instead: texts of the block that are replaced, and by what: what only a larger machine has.
         alone: of ``"run"``: what one process does, so rank 0 alone.

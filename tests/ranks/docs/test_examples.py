@@ -17,14 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from demo.model import ByteGPT, ModelSize
-from page_blocks import fences
+from page_blocks import ROOT, fences
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, mse_loss
 
 from shardwise.testing import assert_close, run_ranks
 from tests.support.on_ranks import on_ranks
 
-ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 RANKS = 2
 
@@ -118,14 +117,13 @@ def _losses(text: str) -> list[float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("package", "name", "epochs"), [("lightning", "fabric_strategies.py", 5), ("ray", "ray_train.py", 20)]
-)
-def test_examples_whose_library_starts_the_ranks(package: str, name: str, epochs: int, tmp_path: Path) -> None:
-    pytest.importorskip(package)
+@pytest.mark.parametrize(("name", "epochs"), [("fabric_strategies.py", 5), ("ray_train.py", 20)])
+def test_examples_whose_library_starts_the_ranks(name: str, epochs: int, tmp_path: Path) -> None:
     program = [sys.executable, str(EXAMPLES / name)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(program, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600)
+    # Ray writes a token and its results to the home directory, and by default prints each line twice.
+    variables = os.environ | {"PYTHONPATH": paths, "HOME": str(tmp_path), "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+    done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=600)
     losses = _losses(done.stdout + done.stderr)
     assert done.returncode == 0 and len(losses) == epochs and losses[-1] < losses[0], done.stderr
     assert list(tmp_path.glob("*-checkpoint/**/manifest.json"))
@@ -239,8 +237,7 @@ def test_finetune_trains_adapters(tmp_path: Path) -> None:
 
 
 def test_finetune_page_shows_the_program() -> None:
-    page = (ROOT / "docs" / "finetune.md").read_text("utf-8")
     program = {line.strip() for line in (EXAMPLES / "finetune.py").read_text("utf-8").splitlines()}
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    blocks = [fence.text for fence in fences("docs/finetune.md") if fence.language == "python"]
     assert len(blocks) == 6
     assert [line for block in blocks for line in block.splitlines() if line.strip() not in program] == []

@@ -175,21 +175,6 @@ def refused(session: Session, state: State) -> None:
         )
 
 
-def test_example_of_the_docs_page(tmp_path: Path) -> None:
-    page = Path(__file__).parents[3] / "docs" / "lora.md"
-    block = page.read_text("utf-8").split("## QLoRA")[1].split("```python\n")[1].split("```")[0]
-    with silent():
-        names = {"folder": base(str(tmp_path)), "device": "cpu"}
-        exec(block, names)
-        session: Session = names["session"]  # type: ignore[assignment]
-        before = session.module.state_dict()
-        _, after, _ = trained(session.module, session.backward, session.optimizer)
-    changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
-    assert changed and all("lora_" in name for name in changed)
-    session.close()
-    session.mesh.close()
-
-
 def boosted(where: str, bits: int) -> None:
     """Let the Booster pack the weights: they equal those of ``from_pretrained``, and train in the same way."""
     from accelerate.utils import BnbQuantizationConfig

@@ -98,9 +98,7 @@ def test_env_describes_the_machine(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.delenv("RANK", raising=False)
     assert status("env") == 0
     text = capsys.readouterr().out
-    for section in ("Versions", "Devices", "Communication", "Limits", "Environment", "Verdict"):
-        assert f"{section}\n  " in text
-    assert "WORLD_SIZE=2 is set without RANK" in text
+    assert "\nVerdict\n  " in text and "WORLD_SIZE=2 is set without RANK" in text
 
 
 def test_run_options_for_several_hosts() -> None:
