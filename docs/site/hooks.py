@@ -36,12 +36,19 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Make links between docs/ and the root right in the site, too; leave the pages on internals out of the search."""
     uri = page.file.src_uri
+    page.meta.setdefault("description", _description(markdown))
     page.meta["search"] = {"exclude": True} if uri.startswith("inside/") else {"boost": _boost(uri)}
     if page.file.src_uri in OUTSIDE:
         return markdown.replace("](docs/", "](")
     markdown = re.sub(r"\]\(\.\./(examples/[\w/]+)\.py\)", r"](\1.md)", markdown)
     markdown = markdown.replace(f"](../{NOTEBOOK})", f"]({NOTEBOOK})")
     return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)
+
+
+def _description(markdown: str) -> str:
+    """Return the first paragraph as plain text, for search engines and link previews."""
+    text = next((part for part in markdown.split("\n\n") if part[:1].isalnum() or part[:1] in "`[*"), "")
+    return " ".join(re.sub(r"[*`]", "", re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)).split())
 
 
 def _boost(uri: str) -> float:
