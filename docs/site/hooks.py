@@ -47,14 +47,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _description(markdown: str) -> str:
     """Return the first paragraph as plain text, for search engines and link previews."""
-    text = next((part for part in markdown.split("\n\n") if part[:1].isalnum() or part[:1] in "`[*"), "")
+    text = next((part for part in markdown.split("\n\n") if part[:1].isalnum() or part[:1] in ("`", "[", "*")), "")
     return " ".join(re.sub(r"[*`]", "", re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)).split())
 
 
 def _boost(uri: str) -> float:
-    """How high the search ranks a page: the sources of examples and tables of names come after the guides."""
-    last = ("examples/", "porting-", "architecture", "checkpoint-format", *OUTSIDE)
-    return 2.0 if uri == "troubleshooting.md" else 0.2 if uri.startswith(last) else 0.5 if "reference/" in uri else 1.0
+    """How high the search ranks a page: tables of names, sources of examples and the reference come after the guides."""
+    last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/", *OUTSIDE)
+    rare = ("booster-plugins", "deepspeed-rare", "disk", "pipelines", "shardformer", "sharded-model")
+    return 2.0 if uri == "troubleshooting.md" else 0.2 if uri.startswith(last) else 0.5 if uri.startswith(rare) else 1.0
 
 
 class _Fetches(HTMLParser):

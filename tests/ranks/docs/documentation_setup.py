@@ -360,7 +360,7 @@ PAGES: dict[str, list[Block]] = {
         Block('booster.save_checkpoint("runs/gen', before=_two_models, after=_exists("runs/discriminator/step-3")),
         Block("from shardwise import open_ch", alone=True, before=_lm_head, after=_exists("out/model.safetensors")),
         Block(
-            "shardwise checkpoint inspect runs/step-1000",
+            "shardwise checkpoint convert runs/step-1000 llama",
             how="shell",
             before=_converted,
             # Of a run with an adapter, as tests/unit/checkpoint/test_formats_peft_colossalai_deepspeed.py converts one.
