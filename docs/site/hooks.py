@@ -54,8 +54,8 @@ def _description(markdown: str) -> str:
 def _boost(uri: str) -> float:
     """How high the search ranks a page: tables of names, sources of examples and the reference come after the guides."""
     last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/", *OUTSIDE)
-    rare = ("booster-plugins", "deepspeed-rare", "disk", "pipelines", "shardformer", "sharded-model")
-    return 2.0 if uri == "troubleshooting.md" else 0.2 if uri.startswith(last) else 0.5 if uri.startswith(rare) else 1.0
+    rare = ("index", "booster-plugins", "deepspeed-rare", "disk", "pipelines", "shardformer", "sharded-model")
+    return 2.0 if uri == "troubleshooting.md" else 0.1 if uri.startswith(last) else 0.5 if uri.startswith(rare) else 1.0
 
 
 class _Fetches(HTMLParser):
