@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _description(markdown: str) -> str:
-    """Return the first paragraph as plain text, for search engines and link previews."""
+    """Return the first paragraph without markup, for search engines and link previews."""
     text = next((part for part in markdown.split("\n\n") if part[:1].isalnum() or part[:1] in ("`", "[", "*")), "")
     return " ".join(re.sub(r"[*`]", "", re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)).split())
 
