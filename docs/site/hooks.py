@@ -36,6 +36,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Make links between docs/ and the root right in the site, too; leave the pages on internals out of the search."""
     uri = page.file.src_uri
+    page.meta.setdefault("description", _description(markdown))
     page.meta["search"] = {"exclude": True} if uri.startswith("inside/") else {"boost": _boost(uri)}
     if page.file.src_uri in OUTSIDE:
         return markdown.replace("](docs/", "](")
@@ -44,10 +45,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)
 
 
+def _description(markdown: str) -> str:
+    """Return the first paragraph without markup, for search engines and link previews."""
+    text = next((part for part in markdown.split("\n\n") if part[:1].isalnum() or part[:1] in ("`", "[", "*")), "")
+    return " ".join(re.sub(r"[*`]", "", re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)).split())
+
+
 def _boost(uri: str) -> float:
-    """How high the search ranks a page: the sources of examples and tables of names come after the guides."""
-    last = ("examples/", "porting-", "architecture", "checkpoint-format", *OUTSIDE)
-    return 2.0 if uri == "troubleshooting.md" else 0.2 if uri.startswith(last) else 0.5 if "reference/" in uri else 1.0
+    """How high the search ranks a page: the reference, tables of names and sources of examples come last."""
+    last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/", *OUTSIDE)
+    rare = ("index", "booster-plugins", "deepspeed-rare", "disk", "pipelines", "shardformer", "sharded-model")
+    return 2.0 if uri == "troubleshooting.md" else 0.1 if uri.startswith(last) else 0.5 if uri.startswith(rare) else 1.0
 
 
 class _Fetches(HTMLParser):

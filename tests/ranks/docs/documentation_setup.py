@@ -377,17 +377,17 @@ PAGES: dict[str, list[Block]] = {
     "docs/checkpoints.md": [
         Block("import shardwise", before=_training, after=_restored),
         Block("from torchdata", before=_unseen, instead=DATA_RUNS, after=_continues),
-        Block("session.checkpoints.load(", before=_other_names, after=_renamed),
-        Block("from pathlib import Path", alone=True, after=_copied_back),
-        Block('booster.save_checkpoint("runs/gen', before=_two_models, after=_exists("runs/discriminator/step-3")),
-        Block("from shardwise import open_ch", alone=True, before=_lm_head, after=_exists("out/model.safetensors")),
         Block(
-            "shardwise checkpoint inspect runs/step-1000",
+            "shardwise checkpoint convert runs/step-1000 llama",
             how="shell",
             before=_converted,
             # Of a run with an adapter, as tests/unit/checkpoint/test_formats_peft_colossalai_deepspeed.py converts one.
             left_out="shardwise checkpoint convert runs/step-1000 adapter --to peft",
         ),
+        Block("from shardwise import open_ch", alone=True, before=_lm_head, after=_exists("out/model.safetensors")),
+        Block("session.checkpoints.load(", before=_other_names, after=_renamed),
+        Block('booster.save_checkpoint("runs/gen', before=_two_models, after=_exists("runs/discriminator/step-3")),
+        Block("from pathlib import Path", alone=True, after=_copied_back),
     ],
     "docs/command-line.md": [
         *shown("test_command_line_page.py runs it", "import os", "$ shardwise run"),
