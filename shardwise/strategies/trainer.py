@@ -15,13 +15,8 @@ import torch
 from shardwise.core.deferred import deferred_init
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.lightning_packages import Namespace, Strategy, build
-from shardwise.strategies.precision import (
-    NumberFormat,
-    ShardedPrecision,
-    check_replaceable,
-    correct_throughput,
-)
+from shardwise.strategies.lightning_packages import Namespace, Strategy
+from shardwise.strategies.precision import NumberFormat, ShardedPrecision, as_sharded, correct_throughput
 from shardwise.strategies.sessions import Live, live_session, shard
 from shardwise.strategies.trainer_checkpoints import Saving, check_schedulers, fit_schedulers
 
@@ -104,17 +99,11 @@ class ShardedStrategy(Strategy):
     def precision_plugin(self) -> Any:
         """The precision plugin, always a :class:`ShardedPrecision`."""
         # The default is not stored: Lightning would take it for the user's choice.
-        return self._precision_plugin if self._precision_plugin is not None else self._sharded_precision("32-true")
+        return as_sharded(self.ns, ShardedPrecision, self._precision_plugin)
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        if plugin is not None and not isinstance(plugin, ShardedPrecision):
-            check_replaceable(self.ns, plugin)
-            plugin = self._sharded_precision(plugin.precision)
-        self._precision_plugin = plugin
-
-    def _sharded_precision(self, precision: Any) -> Any:
-        return build(self.ns, ShardedPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")(precision)
+        self._precision_plugin = None if plugin is None else as_sharded(self.ns, ShardedPrecision, plugin)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -125,11 +114,6 @@ class ShardedStrategy(Strategy):
     def lightning_restore_optimizer(self) -> bool:
         """Return True if Lightning restores optimizer states, which is only done from a single file."""
         return self._saving.is_single_file
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """Return False: Lightning decides when to step, including after the last batch of an epoch."""
-        return False
 
     # ---- a run
 
