@@ -274,7 +274,6 @@ class Session:
         """
         if self.engine.guards.unsharded:
             return
-        values: dict[int, torch.Tensor] = {}
         partition = self._shards.partition
         if partition.staging is not None:
             raise NotImplementedError(
@@ -282,8 +281,7 @@ class Session:
                 "stages; save the model (state_dict(), save_model) and load it into an unsharded one"
             )
         self.values.settle("unshard()")
-        for index, value in full_values(self._shards, masters=True):
-            values[index] = value.to("cpu", copy=True)
+        values = {index: value.to("cpu", copy=True) for index, value in full_values(self._shards, masters=True)}
         # Gathered parameters would be evicted later, with the user's values in them.
         self.engine.pool.invalidate(everything=True)
         self.close()
@@ -317,12 +315,12 @@ class Session:
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, by kind of operation, over all axes.
 
-        If shards or state are on a disk, ``disk_read`` and ``disk_write`` are the transferred bytes. Each record is
-        rounded up to 4096 bytes.
+        ``disk_read`` and ``disk_write`` are the bytes that were transferred to and from a disk. Each record is rounded
+        up to 4096 bytes.
         """
         store = self._shards.storage.store
-        disk = {} if store is None else {"disk_read": store.bytes_read, "disk_write": store.bytes_written}
-        return {**self.mesh.traffic(), **disk}
+        read, written = (0, 0) if store is None else (store.bytes_read, store.bytes_written)
+        return {**self.mesh.traffic(), "disk_read": read, "disk_write": written}
 
     def reset_traffic(self) -> None:
         """Reset the counts of :meth:`traffic`."""
