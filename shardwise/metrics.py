@@ -41,30 +41,62 @@ class Metrics:
 
     Attributes:
         steps, skipped_steps: numbers of steps so far; a skipped step had gradients that were not finite.
-        flops: operations of one step on this rank, after :meth:`count_flops`; 0 before.
+        flops: operations of one step on this rank, after a step with :meth:`count_flops`; 0 before.
+
+    Raises:
+        ValueError: the session has no optimizer.
     """
 
-    def __init__(self, session: Session, *writers: Writer, every: int = 1, peak_flops: float | None = None) -> None:
+    def __init__(
+        self, session: Session | None, *writers: Writer, every: int = 1, peak_flops: float | None = None
+    ) -> None:
+        if session is None or session.optimizer is None:
+            raise ValueError(
+                f"session={session!r:.80} has no sharded optimizer, whose steps Metrics records: give shard() an "
+                "optimizer, or train with one of shardwise's strategies or Trainers"
+            )
         self._session, self._writers, self._every, self._peak_flops = session, writers, every, peak_flops
+        self._optimizer: Any = session.optimizer
         self.steps = self.skipped_steps = self.flops = 0
-        self._tokens, self._since = 0, time.perf_counter()
+        self._flops = self._tokens = self._new = 0  # of the current step; since the last record
+        self._since = time.perf_counter()
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
         """Count the operations of the passes in the block, and assume that every step has as many.
 
-        Matrix products, convolutions and attention count, and also what activation checkpointing repeats.
+        Several blocks in one step add up. Matrix products, convolutions and attention count, and also what activation
+        checkpointing repeats.
         """
         with FlopCounterMode(display=False) as counter:
             yield
-        self.flops = counter.get_total_flops()
+        self._flops += counter.get_total_flops()
 
     def step(self, loss: torch.Tensor | float, tokens: int = 0) -> dict[str, float]:
-        """Record a step, and return the record. Between two records it is empty.
+        """Count a step, and record it if it is one of ``every``. Otherwise the result is empty.
 
         Args:
             loss: the loss of this rank.
             tokens: number of tokens of the step, over all ranks.
+
+        Returns:
+            The result of :meth:`record`.
+        """
+        self.count(tokens)
+        return {} if self.steps % self._every else self.record(loss)
+
+    def count(self, tokens: int = 0) -> None:
+        """Count a step without a record."""
+        self.steps, self._new, self._tokens = self.steps + 1, self._new + 1, self._tokens + tokens
+        self.skipped_steps += self._optimizer.last_step_skipped
+        self.flops, self._flops = self._flops or self.flops, 0
+
+    def record(self, loss: torch.Tensor | float, grad_norm: float | None = None) -> dict[str, float]:
+        """Write the metrics of the last step, and return them.
+
+        Args:
+            loss: the loss of this rank.
+            grad_norm: the norm of the gradients; by default that of the optimizer.
 
         Returns:
             ``loss``, ``lr``, ``grad_norm`` (before clipping by ``max_norm``, after clipping by a Trainer),
@@ -72,32 +104,26 @@ class Metrics:
             ``disk_bytes``; the device's peak, with all memory of the process on a GPU), ``tokens_per_second``, and
             ``mfu``, the fraction of ``peak_flops`` that was used.
         """
-        optimizer: Any = self._session.optimizer
-        self.steps, self._tokens = self.steps + 1, self._tokens + tokens
-        self.skipped_steps += optimizer.last_step_skipped
-        if self.steps % self._every:
-            return {}
-        lr = float(optimizer.param_groups[0]["lr"])
-        values = {"loss": float(loss.detach() if isinstance(loss, torch.Tensor) else loss), "lr": lr}  # waits for a GPU
-        values |= {"grad_norm": optimizer.get_grad_norm(), "loss_scale": optimizer.loss_scale}
-        values |= {"skipped_steps": self.skipped_steps, **self._bytes()}
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        values["tokens_per_second"], self._tokens = self._tokens / seconds, 0
+        report, device, now = self._session.memory(), self._session.mesh.device, time.perf_counter()
+        peak = allocator_bytes(device)[1] if device.type == "cuda" else report.device_peak_bytes
+        seconds = now - self._since
+        values = {
+            "loss": float(loss.detach() if isinstance(loss, torch.Tensor) else loss),  # waits for a GPU
+            "lr": float(self._optimizer.param_groups[0]["lr"]),
+            "grad_norm": self._optimizer.get_grad_norm() if grad_norm is None else grad_norm,
+            "loss_scale": self._optimizer.loss_scale,
+            "skipped_steps": self.skipped_steps,
+            "device_bytes": peak or report.tier_bytes("device") + report.peak_copied_bytes - report.copied_bytes,
+            "host_bytes": report.tier_bytes("host"),
+            "disk_bytes": report.tier_bytes("disk"),
+            "tokens_per_second": self._tokens / seconds,
+        }
         if self.flops and self._peak_flops:
-            values["mfu"] = self.flops * self._every / seconds / self._peak_flops
+            values["mfu"] = self.flops * self._new / seconds / self._peak_flops
+        self._since, self._new, self._tokens = now, 0, 0
         for write in self._writers if self._session.mesh.is_rank0 else ():
             write(self.steps, values)
         return values
-
-    def _bytes(self) -> dict[str, int]:
-        report, device = self._session.memory(), self._session.mesh.device
-        tiers = {f"{tier}_bytes": report.tier_bytes(tier) for tier in ("device", "host", "disk")}
-        tiers["device_bytes"] += report.peak_copied_bytes - report.copied_bytes
-        tiers["device_bytes"] = report.device_peak_bytes or tiers["device_bytes"]
-        if device.type == "cuda":
-            tiers["device_bytes"] = allocator_bytes(device)[1]
-        return tiers
 
 
 def require_package(package: str, name: str) -> None:

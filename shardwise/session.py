@@ -312,12 +312,12 @@ class Session:
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, by kind of operation, over all axes.
 
-        If shards or state are on a disk, ``disk_read`` and ``disk_write`` are the transferred bytes. Each record is
-        rounded up to 4096 bytes.
+        ``disk_read`` and ``disk_write`` are the bytes that were transferred to and from a disk. Each record is rounded
+        up to 4096 bytes.
         """
         store = self._shards.storage.store
-        disk = {} if store is None else {"disk_read": store.bytes_read, "disk_write": store.bytes_written}
-        return {**self.mesh.traffic(), **disk}
+        read, written = (0, 0) if store is None else (store.bytes_read, store.bytes_written)
+        return {**self.mesh.traffic(), "disk_read": read, "disk_write": written}
 
     def reset_traffic(self) -> None:
         """Reset the counts of :meth:`traffic`."""

@@ -8,22 +8,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Prepared", "ShardwiseAccelerator", "ShardwiseTrainer", "prepare", "sharded_trainer"]
+__all__ = ["MetricsCallback", "Prepared", "ShardwiseAccelerator", "ShardwiseTrainer", "prepare", "sharded_trainer"]
 
-_WHERE = {
-    "Prepared": "shardwise.huggingface.accelerator",
-    "ShardwiseAccelerator": "shardwise.huggingface.accelerator",
-    "ShardwiseTrainer": "shardwise.huggingface.trainer",
-    "prepare": "shardwise.huggingface.accelerator",
-    "sharded_trainer": "shardwise.huggingface.trainer",
-}
+_WHERE = dict.fromkeys(("Prepared", "ShardwiseAccelerator", "prepare"), "accelerator")
+_WHERE |= dict.fromkeys(("MetricsCallback", "ShardwiseTrainer", "sharded_trainer"), "trainer")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     try:
-        module = import_module(_WHERE[name])
+        module = import_module(f"{__name__}.{_WHERE[name]}")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("accelerate", "transformers"):
             raise

@@ -273,8 +273,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Return a context without reductions of gradients. It has no effect unless the plan keeps full gradients."""
         session = self.session_of(model)
-        keeps_full_grads = session is not None and session.plan.shard.reduce == "last"
-        with session.no_sync() if session is not None and keeps_full_grads else nullcontext():
+        with session.no_sync() if session is not None and session.plan.shard.reduce == "last" else nullcontext():
             yield
 
     def _owners(self, parameters: Sequence[Tensor], call: str) -> tuple[list[Session], ShardedOptimizer | None]:

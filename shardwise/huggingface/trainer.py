@@ -13,17 +13,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from shardwise.core.base.validate import Names, check_type
 from shardwise.core.checkpoint import EngineRun
 from shardwise.core.checkpoint.formats.atomic_files import output_files
 from shardwise.core.checkpoint.save import agree
 from shardwise.huggingface.accelerator import ShardwiseAccelerator
+from shardwise.metrics import Metrics, Writer
 from shardwise.plan import Plan
 from shardwise.session import Session
 
-__all__ = ["ShardwiseTrainer", "asks_prompts", "gather_for_references", "loads_adapters", "sharded_trainer"]
+__all__ = [
+    "MetricsCallback",
+    "ShardwiseTrainer",
+    "asks_prompts",
+    "gather_for_references",
+    "loads_adapters",
+    "sharded_trainer",
+]
 
 
 STATE = "shardwise"  # the directory in a checkpoint of the Trainer
@@ -32,6 +40,17 @@ WEIGHTS = re.compile(
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
 )
 """Names that ``save_pretrained`` gives to files of weights (an adapter has only one file)."""
+
+REFUSED = (
+    "fsdp",
+    "deepspeed",
+    "auto_find_batch_size",
+    "torch_compile",
+    "fp16_full_eval",
+    "bf16_full_eval",
+    "save_on_each_node",
+)
+"""Training arguments that have to be false."""
 
 
 class ShardwiseTrainer(Trainer):
@@ -173,6 +192,43 @@ class ShardwiseTrainer(Trainer):
                 self.model = own
 
 
+class MetricsCallback(TrainerCallback):
+    """Records :class:`~shardwise.metrics.Metrics` whenever the Trainer logs (``logging_steps``).
+
+    ``loss`` and ``grad_norm`` are the Trainer's: the mean over the steps since the last log and over the ranks, and the
+    norm before clipping. Tokens are counted if ``include_num_input_tokens_seen`` of the arguments is set, and the
+    operations of the first step if ``peak_flops`` is given.
+
+    Args:
+        writers: functions of :mod:`shardwise.metrics`, or your own.
+        peak_flops: operations a second of the device in the dtype of the model, for ``mfu``.
+
+    Attributes:
+        metrics: the metrics of the run.
+    """
+
+    def __init__(self, *writers: Writer, peak_flops: float | None = None) -> None:
+        self._writers, self._peak_flops, self._counting = writers, peak_flops, ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self._counting.close()  # of a run that failed
+        self.metrics = Metrics(getattr(optimizer, "session", None), *self._writers, peak_flops=self._peak_flops)
+        self.metrics.steps, self._tokens = state.global_step, state.num_input_tokens_seen
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._peak_flops and not self.metrics.flops:
+            self._counting.enter_context(self.metrics.count_flops())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._counting.close()
+        self.metrics.count(state.num_input_tokens_seen - self._tokens)
+        self._tokens = state.num_input_tokens_seen
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.metrics.record(logs["loss"], logs.get("grad_norm"))
+
+
 @functools.cache
 def sharded_trainer(base: type[Trainer]) -> type[ShardwiseTrainer]:
     """Return a subclass of ``base``, such as TRL's ``SFTTrainer``, that takes a ``plan``; see
@@ -190,16 +246,7 @@ def sharded_trainer(base: type[Trainer]) -> type[ShardwiseTrainer]:
 
 def _check(args: TrainingArguments, plan: Plan) -> None:
     check_type("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
-    refused = {
-        "fsdp": args.fsdp,
-        "deepspeed": args.deepspeed,
-        "auto_find_batch_size": args.auto_find_batch_size,
-        "torch_compile": args.torch_compile,
-        "fp16_full_eval": args.fp16_full_eval,
-        "bf16_full_eval": args.bf16_full_eval,
-        "save_on_each_node": args.save_on_each_node,
-    }
-    unavailable = {name: value for name, value in refused.items() if value}
+    unavailable = {name: value for name in REFUSED if (value := getattr(args, name))}
     if unavailable:
         raise ValueError(f"{unavailable} is not available with a plan: leave it out")
     if args.n_gpu > 1:

@@ -15,6 +15,7 @@ __all__ = [
     "ColossalAIStrategy",
     "DDPFullyShardedStrategy",
     "DeepSpeedStrategy",
+    "MetricsCallback",
     "ShardedPrecision",
     "auto_wrap",
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -26,7 +27,8 @@ __all__ = [
 ]
 
 _classes: Any = strategy_registry.register(LIGHTNING)
-ColossalAIPrecisionPlugin, ColossalAIStrategy, DDPFullyShardedStrategy, DeepSpeedStrategy, ShardedPrecision = _classes
+ColossalAIPrecisionPlugin, ColossalAIStrategy, DDPFullyShardedStrategy, DeepSpeedStrategy, *_classes = _classes
+MetricsCallback, ShardedPrecision = _classes
 
 
 def take_over_deepspeed_names() -> None:

@@ -97,8 +97,7 @@ def plan_of_fsdp(
 
 def on_host(plan: Plan, pin: bool) -> Plan:
     """Return ``plan`` with everything that is not gathered on the host."""
-    tiers = replace(plan.tiers, param_host_fraction=1.0, state_host_fraction=1.0, pin_memory=pin)
-    return replace(plan, tiers=tiers)
+    return plan.but(param_host_fraction=1.0, state_host_fraction=1.0, pin_memory=pin)
 
 
 def stays_gathered(names: tuple[str, ...]) -> tuple[ParamGroupPlan, ...]:
@@ -280,9 +279,8 @@ def plan_of_ddp(
     if device_mesh is not None:
         sizes = mesh_of(device_mesh)
         plan = plan.but(mesh=MeshPlan(dp_shard=1, dp_replicate=sizes.dp_replicate * sizes.dp_shard))
-    size = (
-        25 if bucket_cap_mb is None else integer("bucket_cap_mb", bucket_cap_mb, 1, MOST_BYTES // MIB, "a size in MiB")
-    )
+    cap = 25 if bucket_cap_mb is None else bucket_cap_mb
+    size = integer("bucket_cap_mb", cap, 1, MOST_BYTES // MIB, "a size in MiB")
     plan = plan.but(packing=ByNumel(chunk_numel=size * MIB // FLOAT_BYTES), sync_init=bool(init_sync))
     return plan if mixed_precision is None else with_formats(plan, mixed_precision)
 
@@ -304,8 +302,7 @@ def with_formats(plan: Plan, policy: Any) -> Plan:
     dtype = policy.param_dtype
     root = getattr(policy, "cast_root_forward_inputs", False)
     cast = bool(getattr(policy, "cast_forward_inputs", True) or root)
-    precision = replace(
-        plan.precision,
+    return plan.but(
         param_dtype=dtype,
         buffer_dtype=getattr(policy, "buffer_dtype", None),
         reduce_dtype=policy.reduce_dtype,
@@ -314,7 +311,6 @@ def with_formats(plan: Plan, policy: Any) -> Plan:
         output_dtype=getattr(policy, "output_dtype", None),
         scaler=TORCH_SCALER if dtype is torch.float16 else None,
     )
-    return replace(plan, precision=precision)
 
 
 def check_full_precision(model: nn.Module, policy: Any) -> None:

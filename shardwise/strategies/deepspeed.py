@@ -264,13 +264,10 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._steps += 1
         if self.is_global_zero and self._steps % (settings["steps_per_print"] or STEPS_PER_PRINT) == 0:
-            LOG.info("%s", self._progress(optimizer))
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            scale = f", loss scale={optimizer.scaler.scale:g}" if optimizer.scaler is not None else ""
+            LOG.info("step=%d, lr=%s%s", self._steps, rates, scale)
         return result
-
-    def _progress(self, optimizer: Any) -> str:
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        scale = f", loss scale={optimizer.scaler.scale:g}" if optimizer.scaler is not None else ""
-        return f"step={self._steps}, lr={rates}{scale}"
 
     def on_train_start(self) -> None:
         """Complete the configuration with the data loader's batch size before the first step."""

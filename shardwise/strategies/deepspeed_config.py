@@ -126,16 +126,7 @@ class DeepSpeedArguments:
             integer("logging_batch_size_per_gpu", batch, 1, what="'auto', or a number of samples")
         for name in ("zero_optimization", "offload_optimizer", "offload_parameters"):
             boolean(name, getattr(self, name))
-        self.check()
-
-    def check(self) -> None:
-        """Check the arguments that become configuration keys.
-
-        Raises:
-            ValueError: a value out of range; the message names the key.
-        """
-        tree = self.to_config() | {"fp16": self.fp16()}
-        plan_of(read_config(tree), 1)
+        plan_of(read_config(self.to_config() | {"fp16": self.fp16()}), 1)  # an error names the configuration's key
 
     def fp16(self) -> dict[str, Any]:
         """Return the block ``fp16`` of the configuration."""

@@ -22,8 +22,8 @@ from shardwise.late_session import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.strategies.checkpoint_entries import pack, unpack
-from shardwise.strategies.lightning_packages import Strategy, build
-from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
+from shardwise.strategies.lightning_packages import Strategy
+from shardwise.strategies.precision import CastingPrecision, NumberFormat, as_sharded
 from shardwise.strategies.sessions import OF_FABRIC, live_session, scaled_pass, shard
 from shardwise.strategies.trainer_checkpoints import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 
@@ -100,17 +100,11 @@ class FabricStrategy(Strategy):
     @property
     def precision(self) -> Any:
         """The precision plugin, always a :class:`~shardwise.strategies.precision.CastingPrecision`."""
-        return self._precision if self._precision is not None else self._casting("32-true")
+        return as_sharded(self.ns, CastingPrecision, self._precision)
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        if plugin is not None and not isinstance(plugin, CastingPrecision):
-            check_replaceable(self.ns, plugin)
-            plugin = self._casting(plugin.precision)
-        self._precision = plugin
-
-    def _casting(self, precision: Any) -> Any:
-        return build(self.ns, CastingPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")(precision)
+        self._precision = None if plugin is None else as_sharded(self.ns, CastingPrecision, plugin)
 
     # ---- models and optimizers
 
@@ -281,18 +275,6 @@ class FabricStrategy(Strategy):
     def restore(self, session: Session, path: str, strict: bool, full: bool, check: Check = None) -> dict[str, Any]:
         """Load a directory into a session, with or without optimizers. Return the other entries. Collective."""
         return restored(session, path, strict, full, check)
-
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the full state on the host of every rank, in fp32 if there are masters. Collective."""
-        return module.state_dict()
-
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a full state, which every rank has. Collective."""
-        module.load_state_dict(state_dict, strict=strict)
-
-    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state on every rank in torch's format. Collective."""
-        return cast(dict[str, Any], optimizer.state_dict())
 
     @property
     def _one_file(self) -> bool:

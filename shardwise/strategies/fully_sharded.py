@@ -84,8 +84,7 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = 
     """
     _warn_of(kwargs, "auto_wrap")
     for policy in _ENABLED.get():
-        for each in chosen_modules(module, auto_wrap_policy or policy or default_auto_wrap_policy):
-            each.__dict__[_MARK] = True
+        _mark_units(module, auto_wrap_policy or policy or default_auto_wrap_policy, True)
     return module
 
 
@@ -117,23 +116,16 @@ def default_auto_wrap_policy(
     return large and not isinstance(module, leaves if recurse else excluded)
 
 
-def chosen_modules(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Return the modules in ``module``, itself included, that a policy makes units, innermost first."""
-    chosen: list[nn.Module] = []
-    _choose(module, policy, True, chosen)
-    return chosen
-
-
-def _choose(module: nn.Module, policy: Callable[..., bool], root: bool, chosen: list[nn.Module]) -> int:
-    """Return the number of elements under ``module`` that are in units now."""
+def _mark_units(module: nn.Module, policy: Callable[..., bool], root: bool) -> int:
+    """Mark the modules in ``module`` that the policy makes units; return the number of elements that are in units."""
     takes_root = "module_is_root" in inspect.signature(policy).parameters
     ask = functools.partial(policy, **({"module_is_root": root} if takes_root else {}))
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not ask(module=module, recurse=True, unwrapped_params=numel):
         return 0
-    wrapped = sum(_choose(child, policy, False, chosen) for child in module.children())
+    wrapped = sum(_mark_units(child, policy, False) for child in module.children())
     if ask(module=module, recurse=False, unwrapped_params=numel - wrapped):
-        chosen.append(module)
+        module.__dict__[_MARK] = True
         return numel
     return wrapped
 

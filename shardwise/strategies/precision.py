@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.strategies.lightning_packages import Namespace
+from shardwise.strategies.lightning_packages import Namespace, build
 from shardwise.strategies.sessions import scaled_pass
 
 
@@ -62,13 +62,23 @@ def format_of(precision: Any) -> NumberFormat:
 REPLACEABLE = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision", "FSDPPrecision", "DeepSpeedPrecision")
 
 
-def check_replaceable(namespace: Namespace, plugin: Any) -> None:
-    """Check that :class:`ShardedPrecision` can replace ``plugin``, which Lightning chose.
+def as_sharded(namespace: Namespace, body: type, plugin: Any) -> Any:
+    """Return ``plugin`` if it derives from ``body``, or else the plugin of its precision that does.
+
+    Args:
+        namespace: Lightning's package.
+        body: :class:`CastingPrecision` or :class:`ShardedPrecision`.
+        plugin: a plugin that Lightning or the user chose; ``None`` is fp32.
 
     Raises:
         TypeError: the plugin has another class, whose effect would be lost.
         ValueError: the plugin has a loss scale with its own settings.
     """
+    if isinstance(plugin, body):
+        return plugin
+    made = build(namespace, body, "plugins.precision.precision.Precision", "ShardedPrecision")
+    if plugin is None:
+        return made()
     known = [namespace.find(f"plugins.precision.{name}") for name in REPLACEABLE]
     if type(plugin) not in known:
         raise TypeError(
@@ -76,19 +86,19 @@ def check_replaceable(namespace: Namespace, plugin: Any) -> None:
             "call it; give the Trainer a precision, or the strategy a ShardedPrecision"
         )
     scaler = getattr(plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled():
-        return
-    settings = {
-        "init_scale": getattr(scaler, "_init_scale", 2.0**16),
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-    }
-    if tuple(settings.values()) != (2.0**16, 2.0, 0.5, 2000):
-        raise ValueError(
-            f"a GradScaler with {settings}: sharded strategies scale by themselves; give the numbers to a strategy "
-            "that has arguments for them (ColossalAIStrategy, DeepSpeedStrategy)"
-        )
+    if scaler is not None and scaler.is_enabled():
+        settings = {
+            "init_scale": getattr(scaler, "_init_scale", 2.0**16),
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+        }
+        if tuple(settings.values()) != (2.0**16, 2.0, 0.5, 2000):
+            raise ValueError(
+                f"a GradScaler with {settings}: sharded strategies scale by themselves; give the numbers to a strategy "
+                "that has arguments for them (ColossalAIStrategy, DeepSpeedStrategy)"
+            )
+    return made(plugin.precision)
 
 
 def correct_throughput(namespace: Namespace, trainer: Any, dtype: torch.dtype) -> None:
@@ -103,10 +113,6 @@ def correct_throughput(namespace: Namespace, trainer: Any, dtype: torch.dtype) -
             flops = throughput.get_available_flops(trainer.strategy.root_device, dtype)
             for each in (callback, *callback._throughputs.values()):
                 each.available_flops = flops
-
-
-def _always(_value: float, _algorithm: str) -> bool:
-    return True
 
 
 _Precision: Any = object  # Lightning's Precision, once built for a namespace
@@ -155,8 +161,8 @@ class ShardedPrecision(CastingPrecision):
 
     def __init__(self, precision: Any = "32-true") -> None:
         super().__init__(precision)
-        self.clips: Callable[[float, str], bool] = _always  # not a lambda, since plugins are pickled
-        """Returns whether to apply the Trainer's clipping, by value and algorithm."""
+        self.clips: Callable[[float, str], bool] | None = None
+        """Returns whether to apply the Trainer's clipping, by value and algorithm; ``None``: always."""
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run ``model.backward`` with the loss scale."""
@@ -166,7 +172,7 @@ class ShardedPrecision(CastingPrecision):
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip gradients, as ``LightningModule.clip_gradients`` asks."""
         algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-        if clip_val > 0 and self.clips(float(clip_val), algorithm):
+        if clip_val > 0 and (self.clips is None or self.clips(float(clip_val), algorithm)):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:

@@ -10,6 +10,7 @@ from shardwise.strategies.deepspeed import DeepSpeed, FabricDeepSpeed
 from shardwise.strategies.fully_sharded import FabricFullySharded, FullyShardedStrategy
 from shardwise.strategies.lightning_packages import Namespace, build
 from shardwise.strategies.precision import CastingPrecision, ColossalAIPrecision, ShardedPrecision
+from shardwise.strategies.trainer import MetricsCallback
 
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,6 +36,7 @@ _OF_TRAINER: dict[str, tuple[type, str]] = {
     "ColossalAIStrategy": (ColossalAI, _DDP),
     "DDPFullyShardedStrategy": (FullyShardedStrategy, _DDP),
     "DeepSpeedStrategy": (DeepSpeed, _DDP),
+    "MetricsCallback": (MetricsCallback, "callbacks.Callback"),
     "ShardedPrecision": (ShardedPrecision, _PRECISION),
 }
 _OF_FABRIC: dict[str, tuple[type, str]] = {

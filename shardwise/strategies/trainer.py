@@ -6,22 +6,19 @@ clips, scales and steps. The session outlives the run, so that saving, testing o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
 
 from shardwise.core.deferred import deferred_init
+from shardwise.metrics import Metrics, Writer
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.lightning_packages import Namespace, Strategy, build
-from shardwise.strategies.precision import (
-    NumberFormat,
-    ShardedPrecision,
-    check_replaceable,
-    correct_throughput,
-)
+from shardwise.strategies.lightning_packages import Namespace, Strategy
+from shardwise.strategies.precision import NumberFormat, ShardedPrecision, as_sharded, correct_throughput
 from shardwise.strategies.sessions import OF_TRAINER, Live, live_session, shard
 from shardwise.strategies.trainer_checkpoints import Saving, check_schedulers, fit_schedulers
 
@@ -104,17 +101,11 @@ class ShardedStrategy(Strategy):
     def precision_plugin(self) -> Any:
         """The precision plugin, always a :class:`ShardedPrecision`."""
         # The default is not stored: Lightning would take it for the user's choice.
-        return self._precision_plugin if self._precision_plugin is not None else self._sharded_precision("32-true")
+        return as_sharded(self.ns, ShardedPrecision, self._precision_plugin)
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        if plugin is not None and not isinstance(plugin, ShardedPrecision):
-            check_replaceable(self.ns, plugin)
-            plugin = self._sharded_precision(plugin.precision)
-        self._precision_plugin = plugin
-
-    def _sharded_precision(self, precision: Any) -> Any:
-        return build(self.ns, ShardedPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")(precision)
+        self._precision_plugin = None if plugin is None else as_sharded(self.ns, ShardedPrecision, plugin)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -125,11 +116,6 @@ class ShardedStrategy(Strategy):
     def lightning_restore_optimizer(self) -> bool:
         """Return True if Lightning restores optimizer states, which is only done from a single file."""
         return self._saving.is_single_file
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """Return False: Lightning decides when to step, including after the last batch of an epoch."""
-        return False
 
     # ---- a run
 
@@ -258,7 +244,60 @@ class ShardedStrategy(Strategy):
         self._saving.load_optimizers(checkpoint)
 
 
-# ---- callbacks that do not work with sharded parameters
+# ---- callbacks
+
+_Callback: Any = object  # Lightning's Callback, once built for a namespace
+
+
+def num_ids(batch: Any) -> int:
+    """Return the number of elements of ``batch["input_ids"]``; 0 for other batches."""
+    return int(batch["input_ids"].numel()) if isinstance(batch, Mapping) and "input_ids" in batch else 0
+
+
+class MetricsCallback(_Callback):  # type: ignore[misc]
+    """Records :class:`~shardwise.metrics.Metrics` after the steps of the optimizer, at ``trainer.global_step``.
+
+    The loss is the mean over the batches of a step (``accumulate_grad_batches``), or NaN if ``training_step`` returns
+    none. The operations of the first step are counted if ``peak_flops`` is given.
+
+    Args:
+        writers: functions of :mod:`shardwise.metrics`, or your own.
+        every: number of steps between two records.
+        peak_flops: operations a second of the device in the dtype of the model, for ``mfu``.
+        tokens: returns the number of tokens of a batch; by default that of the elements of ``batch["input_ids"]``.
+
+    Attributes:
+        metrics: the metrics of the run.
+    """
+
+    def __init__(
+        self, *writers: Writer, every: int = 1, peak_flops: float | None = None, tokens: Callable[[Any], int] = num_ids
+    ) -> None:
+        self._writers, self._every, self._peak_flops, self._tokens_of = writers, every, peak_flops, tokens
+        self._counting = ExitStack()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        session = getattr(trainer.strategy, "session", None)
+        self.metrics = Metrics(session, *self._writers, every=self._every, peak_flops=self._peak_flops)
+        self.metrics.steps, self._loss, self._tokens = trainer.global_step, 0.0, 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._peak_flops and not self.metrics.flops:
+            self._counting.enter_context(self.metrics.count_flops())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._counting.close()
+        self._loss += outputs.get("loss", math.nan)
+        self._tokens += self._tokens_of(batch) * trainer.strategy.session.data_ranks
+        if trainer.global_step > self.metrics.steps:
+            self.metrics.step(self._loss, self._tokens)
+            self._loss, self._tokens = 0.0, 0
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._counting.close()
+
+
+# Callbacks that do not work with sharded parameters.
 
 AVERAGES = (
     "it averages and exchanges unsharded parameters",

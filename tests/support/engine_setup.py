@@ -108,6 +108,13 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.5)
 
 
+def chain(width: int, depth: int, freeze: int = 0) -> nn.Sequential:
+    """Return equal linear layers; the first ``freeze`` are frozen."""
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
+    model[:freeze].requires_grad_(False)
+    return model
+
+
 def seeded(build_model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Return equal weights in every process, in fp64, so that only the arithmetic can differ."""
     other_numbers.seed(seed)

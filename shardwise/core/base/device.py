@@ -363,11 +363,7 @@ class Later:
 
     def __init__(self, value: Tensor) -> None:
         on_gpu = value.is_cuda
-        self._host = (
-            page_locked(value.shape, value.dtype)
-            if on_gpu
-            else torch.empty(value.shape, dtype=value.dtype, device="cpu")
-        )
+        self._host = page_locked(value.shape, value.dtype) if on_gpu else torch.empty_like(value, device="cpu")
         copy_ahead(self._host, value)
         self._arrived = record_event(value.device) if on_gpu else None
 

@@ -182,9 +182,8 @@ def load_entries(
             own[name].copy_(value)
     # Load all entries of a module at once by its own method, since they may depend on each other.
     for path, entries in by_module.items():
-        if path in later:
-            continue
-        modules[path]._load_from_state_dict(entries, f"{path}." if path else "", {}, False, [], [], [])
+        if path not in later:
+            modules[path]._load_from_state_dict(entries, f"{path}." if path else "", {}, False, [], [], [])
 
 
 def with_load_hooks(model: nn.Module, named: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -224,15 +224,14 @@ def as_params(value: Any) -> Any:
     return value
 
 
-def as_mapping(name: str, value: object, what: str) -> Mapping[Any, Any]:
+def as_mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
     """Return ``value``, a mapping.
 
     Raises:
         TypeError: the value is not a mapping. The message asks for ``what``.
     """
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name}={short_repr(value)}: give {what}")
-    return value
+    check_type(name, value, Mapping, what)
+    return value  # type: ignore[no-any-return]
 
 
 def refuse(argument: str, value: object, instead: str) -> None:

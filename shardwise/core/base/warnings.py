@@ -30,7 +30,7 @@ def warn_user(message: str) -> None:
     """
     caller = sys._getframe(1)
     frame: FrameType | None = caller
-    while frame is not None and _package(frame) in LIBRARIES:
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES:
         frame = frame.f_back
     at = caller if frame is None else frame  # in a thread of this library, or under `python -m shardwise`
     # The module keeps what was shown once for each line, as `warnings.warn` does it.
@@ -45,8 +45,3 @@ def called_by(module: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
     return frame is not None
-
-
-def _package(frame: FrameType) -> str:
-    name = frame.f_globals.get("__name__")
-    return name.partition(".")[0] if isinstance(name, str) else ""

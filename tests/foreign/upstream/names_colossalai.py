@@ -40,7 +40,7 @@ def shown(checkout: Path) -> set[Name]:
     submodules."""
     found: set[Name] = set()
     for file in sorted((checkout / FOREIGN).rglob("*.py")):
-        module = _dotted(file.relative_to(checkout))
+        module = ".".join(file.relative_to(checkout).with_suffix("").parts).removesuffix(".__init__")
         if any(part.startswith("_") for part in module.split(".")):
             continue
         top = ast.parse(file.read_text("utf-8")).body
@@ -55,10 +55,6 @@ def _from_below(module: str, top: list[ast.stmt]) -> Iterator[str]:
     for node in top:
         if isinstance(node, ast.ImportFrom) and (node.level == 1 or (node.module or "").startswith(f"{module}.")):
             yield from (alias.asname or alias.name for alias in node.names if alias.name != "*")
-
-
-def _dotted(file: Path) -> str:
-    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported(checkout: Path) -> set[Name]:

@@ -28,7 +28,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.core.comm import (
     BLOCK,
@@ -48,7 +48,7 @@ from shardwise.core.comm import (
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
-from tests.support.engine_setup import PLANS, meshes, sharded
+from tests.support.engine_setup import PLANS, chain, meshes, sharded
 from tests.support.launching import SECONDS, forked, start
 from tests.support.on_ranks import on_ranks
 from tests.support.scope import CPU, Scope, values
@@ -282,12 +282,6 @@ class Counted:
     peak_gathered: int
 
 
-def chain(freeze: int = 0) -> nn.Sequential:
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
-    model[:freeze].requires_grad_(False)
-    return model
-
-
 def count(
     plan: Plan,
     steps: int = 2,
@@ -297,7 +291,7 @@ def count(
     freeze: int = 0,
     mesh: Mesh | None = None,
 ) -> Counted:
-    model = chain(freeze)
+    model = chain(WIDTH, DEPTH, freeze)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
     with sharded(model, optimizer, plan, mesh) as session:
         traffic = []
@@ -407,7 +401,7 @@ def test_hybrid_shard(shared: bool | None, stages: tuple[int, ...]) -> None:
 
 @on_ranks(2)
 def test_gradients_of_unused_units_are_not_sent() -> None:
-    model = chain()
+    model = chain(WIDTH, DEPTH)
     with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), zero(3)) as session:
         session.reset_traffic()
         session.backward(model[:2](torch.randn(3, WIDTH)).square().mean())

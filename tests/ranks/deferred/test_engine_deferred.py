@@ -119,11 +119,6 @@ def watch_building(plan: Plan, how: str, depth: int, train: bool) -> Building:
     return Building(max(making) - before, built - before, trained - before)
 
 
-def generator_bytes(how: str, depth: int) -> int:
-    """Return the bytes of generator states: a recorded tensor keeps one, of 5 KB, until it has values."""
-    return 2 * depth * torch.get_rng_state().nbytes if how == "deferred" else 0
-
-
 @pytest.mark.parametrize(
     ("dtype", "how"),
     [(None, "deferred"), *full((HALF, "meta")), *campaign((None, "meta"), (HALF, "deferred"))],
@@ -147,7 +142,8 @@ def test_peak_memory_of_build_and_step(dtype: torch.dtype | None, how: str) -> N
         small = 8192 + 2 * depth * world_size * 4
         for found in run_ranks(world_size, watch_building, zero(3, dtype), how, depth, True):
             kept = (w + m) * share
-            making = kept + 4 * unit + generator_bytes(how, depth)
+            # A recorded tensor keeps the state of a generator until it has values.
+            making = kept + 4 * unit + (2 * depth * torch.get_rng_state().nbytes if how == "deferred" else 0)
             assert kept + 4 * WIDTH * WIDTH <= found.making <= making + small, (found, making)
             built = kept + 2 * w * unit
             assert built <= found.built <= built + small, (found, built)

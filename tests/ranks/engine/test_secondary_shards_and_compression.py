@@ -24,7 +24,7 @@ from shardwise.plan import ByNumel, MeshPlan, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 from tests.support.checkpoint_setup import tiers
-from tests.support.engine_setup import adam, meshes, one_mesh, seeded, sgd, sharded
+from tests.support.engine_setup import adam, chain, meshes, one_mesh, seeded, sgd, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
@@ -150,12 +150,6 @@ def test_secondary_shards_follow_changes_of_parameters(tmp_path: Path) -> None:
 WIDTH, DEPTH = 16, 5
 
 
-def chain(freeze: int = 0) -> nn.Sequential:
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
-    model[:freeze].requires_grad_(False)
-    return model
-
-
 def passes(session: Session, count: int) -> None:
     for _ in range(count):
         session.backward(session.module(torch.randn(3, WIDTH, requires_grad=True)).square().mean())
@@ -180,7 +174,7 @@ def counted(plans: list[Plan]) -> list[dict[str, Any]]:
     found = []
     with meshes() as mesh_of:
         for plan in plans:
-            model = chain(freeze=1)
+            model = chain(WIDTH, DEPTH, freeze=1)
             with sharded(model, sgd(model), plan, mesh_of(plan)) as session:
                 told: dict[str, Any] = {"unit": session._engine.shards.layout.chunks[1].padded_bytes}
                 assert {c.padded_bytes for c in session._engine.shards.layout.chunks} == {told["unit"]}

@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
 import torch
-from front_ends import FRONT_ENDS, Program
+from front_ends import FRONT_ENDS, HIDDEN, OUT, ROWS, STEPS, Net, Program, loss_of, own_batches
 from torch import nn
 
 from shardwise import metrics
@@ -22,7 +22,7 @@ from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import scaler, sharded
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, raises
 
 BATCH, WIDTH, TOKENS = 3, 4, 60
 FLOPS = 5 * 2 * BATCH * WIDTH * WIDTH
@@ -66,6 +66,7 @@ def test_records_of_steps(tmp_path: Path) -> None:
 
 
 def test_records_between_steps(tmp_path: Path) -> None:
+    raises(ValueError, "session=None has no sharded optimizer", Metrics, None)
     (found,) = run_ranks(1, records, zero(3), tmp_path, 2)
     assert [bool(each) for each in found] == [False, True, False, True]
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 2
@@ -74,7 +75,7 @@ def test_records_between_steps(tmp_path: Path) -> None:
 SESSIONS: dict[str, Callable[[Any], Session]] = {
     "booster-gemini": lambda front_end: front_end.booster.plugin.session(front_end.module),
     "deepspeed": lambda front_end: front_end.module.session,
-    "lightning-deepspeed": lambda front_end: front_end.trainer.strategy.session,
+    "fabric": lambda front_end: front_end.fabric.strategy.session,
     "huggingface": lambda front_end: front_end.trainer.session,
 }
 
@@ -91,26 +92,31 @@ def test_records_under_a_front_end(name: str, tmp_path: Path) -> None:
     assert found["lr"] == 0.05 and found["grad_norm"] > 0.99 * program.clip and found["skipped_steps"] == 0
 
 
+@on_ranks(2)
+def test_lightning_callback_records_steps_of_several_batches() -> None:
+    from shardwise.lightning import MetricsCallback
+
+    rows: list[tuple[int, dict[str, float]]] = []
+    front_end = FRONT_ENDS["lightning-deepspeed"](Program(passes=2, clip=0.05), "")
+    front_end.trainer.callbacks.append(MetricsCallback(lambda *row: rows.append(row), peak_flops=1e6, tokens=len))
+    with warnings.catch_warnings(action="ignore"):
+        front_end.run()
+        front_end.close()
+    flops = 2 * 2 * (ROWS // 2) * (2 * 6 * HIDDEN + 3 * HIDDEN * OUT)
+    assert len(rows) == STEPS * front_end.trainer.is_global_zero
+    for step, row in rows:
+        losses = [float(loss_of(Net()(inputs), target)) for inputs, target in own_batches(0, 2)]
+        assert step > 1 or row["loss"] == pytest.approx(sum(losses) / 2)
+        assert row["tokens_per_second"] * flops / row["mfu"] / 1e6 == pytest.approx(2 * 2 * 2) and row["lr"] == 0.05
+
+
 VALUES = {"loss": 0.5, "lr": 1e-3}
-SCALARS = [("add_scalar", (*each, 8), {}) for each in VALUES.items()]
+SCALARS = [*(call.SummaryWriter().add_scalar(*each, 8) for each in VALUES.items()), call.SummaryWriter().flush()]
 CALLS = {
-    "tensorboard": (["runs"], {}, [("SummaryWriter", (), {"log_dir": "runs"}), *SCALARS]),
-    "wandb": ([], {"project": "p"}, [("init", (), {"project": "p"}), ("log", (VALUES,), {"step": 8})]),
-    "mlflow": ([], {"tags": "t"}, [("start_run", (), {"tags": "t"}), ("log_metrics", (VALUES, 8), {"run_id": "id"})]),
+    "tensorboard": (["runs"], {}, [call.SummaryWriter(log_dir="runs"), *SCALARS]),
+    "wandb": ([], {"project": "p"}, [call.init(project="p"), call.init().log(VALUES, step=8)]),
+    "mlflow": ([], {"tags": "t"}, [call.start_run(tags="t"), call.log_metrics(VALUES, 8, run_id=ANY)]),
 }
-
-
-class Package(ModuleType):
-    """A fake package that records the calls of its functions."""
-
-    info = SimpleNamespace(run_id="id")
-
-    def __init__(self, name: str, calls: list[Any]) -> None:
-        super().__init__(name)
-        self.__spec__, self._calls = ModuleSpec(name, None), calls
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: self._calls.append((name, args, kwargs)) or self
 
 
 @pytest.mark.parametrize("package", CALLS)
@@ -120,12 +126,12 @@ def test_packages_are_opened_at_the_first_write(package: str, monkeypatch: pytes
         without.setattr(metrics, "find_spec", lambda name: None)
         with pytest.raises(ModuleNotFoundError, match=rf"{package}\(\) needs .*pip install {package}"):
             getattr(metrics, package)(*args, **options)
-    calls: list[Any] = []
-    monkeypatch.setitem(sys.modules, package, Package(package, calls))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Package("tensorboard", calls))
+    module = MagicMock(__spec__=ModuleSpec(package, None))
+    monkeypatch.setitem(sys.modules, package, module)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     write = getattr(metrics, package)(*args, **options)
-    assert calls == []
+    assert module.mock_calls == []
     write(8, VALUES)
-    assert [each for each in calls if each[0] != "flush"] == expected
+    assert module.mock_calls == expected
     write(9, {})
-    assert sum(each[0] == expected[0][0] for each in calls) == 1
+    assert sum(each[0] == expected[0][0] for each in module.mock_calls) == 1

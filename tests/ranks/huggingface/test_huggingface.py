@@ -61,9 +61,15 @@ def plain_trainer(folder: str) -> Outcome:
 
 
 def sharded_trainer(name: str, folder: str, resume: str | None = None) -> Outcome:
+    from shardwise.huggingface import MetricsCallback
+
+    records: dict[int, Any] = {}
     with launched(), quiet():
         trainer = make(folder, PLANS[name])
+        trainer.add_callback(MetricsCallback(lambda step, row: records.update({step: (row["loss"], row["grad_norm"])})))
         result = outcome(trainer, os.path.join(folder, "model"), resume)
+        log = {each["step"]: (each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each}
+        assert records.items() <= log.items() and bool(records) == (dist.get_rank() == 0)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(result[0][-1]["eval_loss"], rel=1e-6)
         trainer.accelerator.close()
         return result

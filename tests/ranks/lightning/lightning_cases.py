@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.strategies.lightning_packages import LIGHTNING
-from tests.support.lightning_setup import close, data, stock, toy, trainer, weights, worst
+from tests.support.lightning_setup import Toy, close, data, stock, toy, trainer, weights, worst
 from tests.support.sets import campaign, full
 
 SMALL = {"reduce_bucket_size": 100, "allgather_bucket_size": 100}
@@ -35,6 +35,15 @@ THREE = ("colossalai", "deepspeed_3", "fully_sharded")
 TWO = THREE[:2]
 """The engine and the base class do the same for the third strategy, whose own tests repeat much of it."""
 STOCK = "stock"
+
+
+class Partly(Toy):
+    """A model whose first layer is frozen."""
+
+    def build(self) -> None:
+        super().build()
+        assert isinstance(self.net, nn.Sequential)
+        self.net[0].requires_grad_(False)
 
 
 def rows(cases: Iterable[Any], quick: Collection[Any], more: Collection[Any] = ()) -> list[Any]:

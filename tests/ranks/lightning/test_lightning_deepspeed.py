@@ -20,8 +20,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import STOCK, TWO, Recipe, check_same, ended, run
-from torch import Tensor, nn
+from lightning_cases import STOCK, TWO, Partly, Recipe, check_same, ended, run
+from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from shardwise.core.checkpoint.formats import open_checkpoint
@@ -131,15 +131,6 @@ def test_runs_that_deepspeed_saved_are_resumed(saved: str, stage: int, tmp_path:
     assert worst(ended(made).weights, fit(stock(), toy(schedule=True), max_epochs=2)) <= 1e-6
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         trainer(strategy()).test(toy(), data(), ckpt_path=root, verbose=False)
-
-
-class Partly(Toy):
-    """A model whose first layer is frozen."""
-
-    def build(self) -> None:
-        super().build()
-        assert isinstance(self.net, nn.Sequential)
-        self.net[0].requires_grad_(False)
 
 
 @on_ranks(RANKS, timeout=120.0)

@@ -13,8 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import STOCK, THREE, TWO, ended, kinds, rows, strategy
-from torch import nn
+from lightning_cases import STOCK, THREE, TWO, Partly, ended, kinds, rows, strategy
 
 from shardwise.strategies.lightning_packages import LIGHTNING
 from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
@@ -26,14 +25,7 @@ RANKS = 2
 # ---- the summary
 
 
-class _Partly(Toy):
-    """A model whose first layer is frozen."""
-
-    def build(self) -> None:
-        super().build()
-        assert isinstance(self.net, nn.Sequential)
-        self.net[0].requires_grad_(False)
-
+class _Partly(Partly):
     def configure_model(self) -> None:
         self.build()
 

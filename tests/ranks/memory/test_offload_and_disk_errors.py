@@ -442,7 +442,7 @@ def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_pat
     on_disk = {"s_disk": (0, 1), "p_disk": (1, 0), "p_disk_s_host": (1, 0), "all_disk": (1, 1)}
     plans = [plan_of(3, mix, str(tmp_path)).but(**changes) for mix in ("device", *on_disk)]
     plain, *others = by_plan(2, plans)
-    assert "disk_read" not in plain[0]["traffic"][0]
+    assert plain[0]["traffic"][0]["disk_read"] == 0
     for (mix, (params, state)), runs in zip(on_disk.items(), others, strict=True):
         for run, other in zip(runs, plain, strict=True):
             for step, (found, wire) in enumerate(zip(run["traffic"], other["traffic"], strict=True)):

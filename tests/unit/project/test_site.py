@@ -61,12 +61,9 @@ def test_reference_has_every_public_name(package: str) -> None:
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 
-def blocks_of(page: str) -> list[str]:
-    return re.findall(r"^```\w*\n(.*?)^```", (DOCS / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
-
-
 def test_cluster_page_has_error_options_and_manifest() -> None:
-    blocks = blocks_of("multi-node.md")
+    page = (DOCS / "multi-node.md").read_text("utf-8")
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     there = [Listener(rank, f"node-{rank}", str(rank), "127.0.1.1", ["eth0", "docker0"]) for rank in (0, 1)]
     with pytest.raises(ValueError) as error:
         check_listeners(there)
