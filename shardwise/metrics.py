@@ -104,11 +104,13 @@ class Metrics:
             ``disk_bytes``; the device's peak, with all memory of the process on a GPU), ``tokens_per_second``, and
             ``mfu``, the fraction of ``peak_flops`` that was used.
         """
-        report, device, now = self._session.memory(), self._session.mesh.device, time.perf_counter()
+        # The value waits for a GPU, so the time is taken after it.
+        value, now = float(loss.detach() if isinstance(loss, torch.Tensor) else loss), time.perf_counter()
+        report, device = self._session.memory(), self._session.mesh.device
         peak = allocator_bytes(device)[1] if device.type == "cuda" else report.device_peak_bytes
         seconds = now - self._since
         values = {
-            "loss": float(loss.detach() if isinstance(loss, torch.Tensor) else loss),  # waits for a GPU
+            "loss": value,
             "lr": float(self._optimizer.param_groups[0]["lr"]),
             "grad_norm": self._optimizer.get_grad_norm() if grad_norm is None else grad_norm,
             "loss_scale": self._optimizer.loss_scale,

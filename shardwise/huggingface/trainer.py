@@ -24,16 +24,6 @@ from shardwise.metrics import Metrics, Writer
 from shardwise.plan import Plan
 from shardwise.session import Session
 
-__all__ = [
-    "MetricsCallback",
-    "ShardwiseTrainer",
-    "asks_prompts",
-    "gather_for_references",
-    "loads_adapters",
-    "sharded_trainer",
-]
-
-
 STATE = "shardwise"  # the directory in a checkpoint of the Trainer
 WEIGHTS = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
 
 import torch
@@ -108,11 +108,9 @@ class FabricStrategy(Strategy):
 
     # ---- models and optimizers
 
-    @contextmanager
-    def module_sharded_context(self) -> Iterator[None]:
-        """Build models without memory until they are sharded."""
-        with self._building():
-            yield
+    def module_sharded_context(self) -> AbstractContextManager[Any]:
+        """Return the context of ``init_module`` without its precision."""
+        return self._building()
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return the context of ``fabric.init_module``: models have no memory until they are sharded.
