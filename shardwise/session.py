@@ -97,8 +97,7 @@ class Session:
         self.ledger = shards.storage.ledger
         self._index_of: dict[int, int] | None = None
         self.checkpoints = Checkpointer(self)
-        staged = shards.partition.staging is not None
-        self.pipeline = PipelineSteps(shards, engine.grads, self.optimizer) if staged else None
+        self.pipeline = PipelineSteps(shards, engine.grads, self.optimizer) if shards.partition.staging else None
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
         """Run the backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`.
