@@ -71,7 +71,7 @@ def test_missing_and_ambiguous_checkpoints(places: dict[str, Path], tmp_path: Pa
     raises(CheckpointError, "dcp, peft", lambda: open_checkpoint(places["dcp"]))
     assert open_checkpoint(places["dcp"], format="dcp")
     raises(ValueError, "format='zip'", lambda: open_checkpoint(places["dcp"], format="zip"))
-    raises(ValueError, "keeps it with the model", lambda: open_checkpoint(places["huggingface"], optimizer=tmp_path))
+    raises(ValueError, "keeps it with the model", lambda: open_checkpoint(places["native"], optimizer=tmp_path))
     raises(ValueError, "which has names", lambda: open_checkpoint(places["huggingface"], parameter_names=["a"]))
 
 

@@ -346,14 +346,14 @@ def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenS
     if place.is_file() and place.name.endswith(".json") and name != "colossalai":
         place = place.parent
     known = next(each for each in known_formats() if each.name == name)
-    if name == "native":
-        return known.open(place, OpenOptions())
     if options.optimizer is not None and "optimizer" not in known.takes:
         raise ValueError(
             f"optimizer={str(options.optimizer)!r}: format {name} of {place} keeps it with the model; leave it out"
         )
     if options.parameter_names is not None and "parameter_names" not in known.takes:
         raise ValueError(f"parameter_names: {place} is of format {name}, which has names; leave them out")
+    if name == "native":
+        return known.open(place, options)
     if name == "single":
         place = _only_file(place) if place.is_dir() else place
     with reading(place):
