@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.compat.table import ANY_NAME, Alias, AliasTable, Unsupported
+from shardwise.compat.table import ANY_NAME, Alias, AliasTable, Entry, Unsupported
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def markdown(tables: Sequence[AliasTable]) -> str:
     names = [table.foreign for table in tables]
     text = [
         f"# Names of {', '.join(f'`{name}`' for name in names)}\n",
-        "The names that programs import, and what they are in shardwise. [Migrating](porting.md) describes the port.\n",
+        "Names that programs import, each at its shortest path; submodules are the same. See [Migrate](porting.md).\n",
         f"`shardwise port --table {' '.join(names)}` prints this page.\n",
     ]
     for table in tables:
@@ -241,7 +241,7 @@ def markdown(tables: Sequence[AliasTable]) -> str:
         text.append(f"These are names of {table.foreign} {table.version}{scope}.\n")
         works: dict[str, list[str]] = {}
         unsupported: dict[str, list[str]] = {}
-        for path, name, entry in table.entries():
+        for path, name, entry in _shortest(table):
             if isinstance(entry, Alias):
                 works.setdefault(table.full_name(path), []).append(f"`{name}`")
             else:
@@ -249,11 +249,11 @@ def markdown(tables: Sequence[AliasTable]) -> str:
                 shown = f"`{table.full_name(path)}` (all other names)" if star else f"`{table.full_name(path, name)}`"
                 unsupported.setdefault(entry.instead, []).append(shown)
         sections = {
-            "Module | Names that work": [f"`{path}` | {', '.join(sorted(works[path]))}" for path in sorted(works)],
+            "Module | Names that work, some renamed": [f"`{k}` | {', '.join(sorted(works[k]))}" for k in sorted(works)],
             "Name or argument | What differs": sorted(_differs(table)),
-            "Name that can be imported but not used | What to do instead": sorted(
-                f"{', '.join(sorted(unsupported[instead]))} | {instead}" for instead in unsupported
-            ),
+            "Name that can be imported but not used | What to do instead": [
+                f"{', '.join(sorted(each))} | {k}" for k, each in sorted(unsupported.items(), key=lambda i: len(i[1]))
+            ],
         }
         for head, rows in sections.items():
             if rows:
@@ -261,8 +261,16 @@ def markdown(tables: Sequence[AliasTable]) -> str:
     return "\n".join(text)
 
 
-def _differs(table: AliasTable) -> Iterator[str]:
+def _shortest(table: AliasTable) -> Iterator[tuple[str, str, Entry]]:
+    """Yield the entries of a table, except those that a parent module has as well."""
     for path, name, entry in table.entries():
+        parents = path.split(".") if path else []
+        if all(table.names.get(".".join(parents[:n]), {}).get(name) != entry for n in range(len(parents))):
+            yield path, name, entry
+
+
+def _differs(table: AliasTable) -> Iterator[str]:
+    for path, name, entry in _shortest(table):
         if isinstance(entry, Alias) and entry.note:
             yield f"`{table.full_name(path, name)}` | {entry.note}"
     for place, arguments in table.arguments.items():

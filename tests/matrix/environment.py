@@ -158,13 +158,13 @@ def unpinned(installed: Mapping[str, str], wanted: Mapping[str, str]) -> list[st
     ]
 
 
-def first_failure(report: ElementTree.Element) -> tuple[str, str]:
-    """Return the first failed test with the first line of its error, and pytest's text of the failure."""
+def first_failure(report: ElementTree.Element) -> str:
+    """Return the first failed test with the first line of its error, and below it pytest's text of the failure."""
     for case in report.iter("testcase"):
         for found in (*case.iter("failure"), *case.iter("error")):
             where = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-            return f"{where}: {found.get('message', '').splitlines()[0]}", found.text or ""
-    return "", ""
+            return f"{where}: {found.get('message', '').splitlines()[0]}\n{found.text or ''}"
+    return ""
 
 
 def result(cell: Cell, installed: Mapping[str, str], python: str, report: ElementTree.Element) -> tuple[Row, str]:
@@ -174,11 +174,10 @@ def result(cell: Cell, installed: Mapping[str, str], python: str, report: Elemen
         sum(int(suite.get(name, 0)) for name in names for suite in suites)
         for names in (("tests",), ("failures", "errors"), ("skipped",))
     )
-    remark, text = first_failure(report)
+    text = first_failure(report)
     if minor_of(installed["torch"]) != cell.torch:
-        remark = remark or f"the tests ran with torch {installed['torch']}"
-    seconds = round(sum(float(suite.get("time", 0)) for suite in suites))
-    return Row(python, installed["torch"], today(), total - bad - skipped, bad, skipped, seconds, remark), text
+        return Row(python, installed["torch"], today()), text or f"the tests ran with torch {installed['torch']}"
+    return Row(python, installed["torch"], today(), total - bad - skipped, bad), text
 
 
 def run(cell: Cell, interpreter: str, folder: str | None, cache: str, say: Say) -> tuple[Row | None, str]:
@@ -201,5 +200,4 @@ def run(cell: Cell, interpreter: str, folder: str | None, cache: str, say: Say) 
             environment.make()
             return result(cell, environment.installed(), python, environment.test())
         except (StepFailed, OSError, subprocess.SubprocessError, ElementTree.ParseError) as error:
-            first, _, rest = (str(error) or repr(error)).partition("\n")
-            return Row(python, pins(constraints(cell.torch))["torch"], today(), remark=first), rest or first
+            return Row(python, pins(constraints(cell.torch))["torch"], today()), str(error) or repr(error)

@@ -8,8 +8,7 @@ from tests.matrix.cells import ROOT, Cell, minor_of
 
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
-HEAD = "| Python | torch | date | passed | failed | skipped | seconds | remark |\n|---|---|---|---|---|---|---|---|\n"
-REMARK = 160  # characters
+HEAD = "| Python | torch | date | passed | failed |\n|---|---|---|---|---|\n"
 
 
 @dataclass(frozen=True)
@@ -19,9 +18,7 @@ class Row:
     Attributes:
         python, torch: the exact versions.
         date: the date of the run.
-        passed, failed, skipped: numbers of tests; -1 if the tests did not run.
-        seconds: the time of the tests without the installation.
-        remark: the first failure.
+        passed, failed: numbers of tests; -1 if the tests did not run with these versions.
     """
 
     python: str
@@ -29,9 +26,6 @@ class Row:
     date: str
     passed: int = -1
     failed: int = -1
-    skipped: int = -1
-    seconds: int = -1
-    remark: str = ""
 
     @property
     def cell(self) -> Cell:
@@ -40,12 +34,11 @@ class Row:
     @property
     def good(self) -> bool:
         """Whether tests ran and all of them passed."""
-        return self.passed > 0 and self.failed == 0 and not self.remark
+        return self.passed > 0 and self.failed == 0
 
     def __str__(self) -> str:
-        numbers = ("" if n < 0 else str(n) for n in (self.passed, self.failed, self.skipped, self.seconds))
-        remark = " ".join(self.remark.replace("|", "/").split())[:REMARK]
-        return "| " + " | ".join([self.python, self.torch, self.date, *numbers, remark]).rstrip() + " |"
+        numbers = ("" if n < 0 else str(n) for n in (self.passed, self.failed))
+        return f"| {' | '.join((self.python, self.torch, self.date, *numbers))} |"
 
 
 def today() -> str:
@@ -72,8 +65,8 @@ def read(text: str) -> dict[Cell, Row]:
     for line in inside.strip().splitlines()[2:]:
         fields = [part.strip() for part in line.strip().strip("|").split("|")]
         try:
-            python, torch, date, *numbers, remark = fields
-            row = Row(python, torch, date, *(int(n) if n else -1 for n in numbers), remark=remark)
+            python, torch, date, *numbers = fields
+            row = Row(python, torch, date, *(int(n) if n else -1 for n in numbers))
             cell = row.cell
         except (ValueError, TypeError) as error:
             raise ValueError(f"{PAGE.name}: {line!r} is no row of the table: {error}") from None

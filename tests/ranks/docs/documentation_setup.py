@@ -32,7 +32,8 @@ def _deep(names: Names) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     names.update(shardwise=shardwise, model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    names.update(inputs=torch.randn(4, 16), print=lambda said, read=0: names.update(said=said, read=read))
+    names.update(criterion=nn.functional.mse_loss, inputs=torch.randn(4, 16), targets=torch.zeros(4, 16))
+    names["print"] = lambda said, read=0: names.update(said=said, read=read)
 
 
 def _all_on_the_host(names: Names) -> None:
@@ -367,6 +368,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/booster.md": [
         Block("from shardwise.booster import Booster", before=_training, after=_changed),
         Block("booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
+        Block('booster.save_checkpoint("runs/gen', before=_two_models, after=_exists("runs/discriminator/step-3")),
         Block("from shardwise import deferred_init", before=_deferred),
     ],
     "docs/shardformer.md": [
@@ -386,7 +388,6 @@ PAGES: dict[str, list[Block]] = {
         ),
         Block("from shardwise import open_ch", alone=True, before=_lm_head, after=_exists("out/model.safetensors")),
         Block("session.checkpoints.load(", before=_other_names, after=_renamed),
-        Block('booster.save_checkpoint("runs/gen', before=_two_models, after=_exists("runs/discriminator/step-3")),
         Block("from pathlib import Path", alone=True, after=_copied_back),
     ],
     "docs/command-line.md": [
@@ -438,8 +439,9 @@ PAGES: dict[str, list[Block]] = {
         Block("session = shardwise.shard", before=hybrid_pages.deeper, after=hybrid_pages.llama_staged),
         Block("session = shardwise.shard", before=hybrid_pages.language, after=hybrid_pages.llama_shared),
         Block("feed_forward = ", before=hybrid_pages.unknown, after=hybrid_pages.divided),
-        Block("from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),
-        Block("plugin = Hybrid", before=hybrid_pages.deeper, after=hybrid_pages.llama_staged),
+    ],
+    "docs/booster-plugins.md": [
+        Block("from shardwise.booster import Booster", before=hybrid_pages.deeper, after=hybrid_pages.llama_staged)
     ],
     "docs/huggingface.md": [
         Block("from shardwise.huggingface", before=_trainer, after=_exists("model/model.safetensors")),
