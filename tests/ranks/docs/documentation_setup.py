@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
 import shardwise.deepspeed
-from shardwise.booster import Booster
-from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.nn.optimizer import HybridAdam
 from shardwise.plan import replicated, zero
 from shardwise.session import build
@@ -120,11 +118,7 @@ def _renamed(names: Names) -> None:
 
 
 def _two_models(names: Names) -> None:
-    booster = names["booster"] = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
-    for model, optimizer in (("generator", "its_optimizer"), ("discriminator", "other_optimizer")):
-        net = _net()
-        names[model], names[optimizer], *_ = booster.boost(net, HybridAdam(net.parameters(), lr=1e-2))
-    names["step"] = 3
+    names.update(generator=build(_net(), None, zero(2)), discriminator=build(_net(), None, zero(2)), step=3)
 
 
 def _criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -146,23 +140,11 @@ def _changed(names: Names) -> None:
     assert any(not torch.equal(state[name].float(), value) for name, value in _net().state_dict().items())
 
 
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.v_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.v_proj(torch.tanh(self.q_proj(inputs)))
-
-
 def _lora(names: Names) -> None:
     import peft
 
-    names["model"], names["peft"] = _Attention(), peft
-    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
-    names.update(
-        inputs=torch.ones(2, WIDTH), criterion=_criterion, train_dataloader=DataLoader(_dataset(), batch_size=8)
-    )
+    hybrid_pages.language(names)
+    names.update(peft=peft, train_dataloader=DataLoader(names["dataset"], 8), batch=names["dataset"].ids[:8])
 
 
 def _quantized(names: Names) -> None:
@@ -388,6 +370,7 @@ PAGES: dict[str, list[Block]] = {
         ),
         Block("from shardwise import open_ch", alone=True, before=_lm_head, after=_exists("out/model.safetensors")),
         Block("session.checkpoints.load(", before=_other_names, after=_renamed),
+        Block("generator.checkpoints.save(", before=_two_models, after=_exists("runs/discriminator/step-3")),
         Block("from pathlib import Path", alone=True, after=_copied_back),
     ],
     "docs/command-line.md": [
@@ -424,7 +407,7 @@ PAGES: dict[str, list[Block]] = {
         ),
     ],
     "docs/native.md": [
-        Block("import torch", before=hybrid_pages.language),
+        Block("import torch", before=hybrid_pages.language, instead=(("shardwise.shutdown()", ""),)),
         Block("session = shardwise.shard(model, optimizer, stage=3", before=hybrid_pages.accumulating),
         Block("session.module.eval()", before=hybrid_pages.evaluating, after=hybrid_pages.generated),
         *shown("a table, whose form tests/unit/memory/test_ledger_and_placement.py compares", "chunks"),
@@ -445,6 +428,7 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/huggingface.md": [
         Block("from shardwise.huggingface", before=_trainer, after=_exists("model/model.safetensors")),
+        *shown("tests/ranks/huggingface/test_trl.py trains with it", "from trl import"),
         Block("from shardwise.huggingface import ShardwiseAccelerator", before=_training, after=_changed),
         *shown(LONG, "shardwise run --as deepspeed"),
     ],

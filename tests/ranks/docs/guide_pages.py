@@ -180,8 +180,9 @@ GUIDE: dict[str, list[Block]] = {
         Block("from torch.utils.data import", before=listening, after=learnt),
         *shown(AN_ERROR, "DeviceMemoryError:"),
         Block("from shardwise import tiers_text", after=on_the_host),
+        *shown("bars of one run, whose bytes on_the_host compares", "device "),
         *shown("test_examples.py starts the joined program twice", "epoch 3: loss"),
-        Block("from shardwise import", after=exported),
+        Block("from shardwise import", instead=(("shardwise.shutdown()", ""),), after=exported),
     ],
 }
 """By page, its blocks in their order."""
