@@ -73,7 +73,7 @@ class Metrics:
         self._flops += counter.get_total_flops()
 
     def step(self, loss: torch.Tensor | float, tokens: int = 0) -> dict[str, float]:
-        """Count a step, and record it if it is one of ``every``. Otherwise the result is empty.
+        """Count a step, and record it if it is the last of ``every``. Otherwise the result is empty.
 
         Args:
             loss: the loss of this rank.
@@ -83,7 +83,7 @@ class Metrics:
             The result of :meth:`record`.
         """
         self.count(tokens)
-        return {} if self.steps % self._every else self.record(loss)
+        return {} if self._new < self._every else self.record(loss)
 
     def count(self, tokens: int = 0) -> None:
         """Count a step without a record."""
@@ -139,7 +139,8 @@ def require_package(package: str, name: str) -> None:
 
 
 def csv_file(path: str | os.PathLike[str]) -> Writer:
-    """Append rows to a CSV file. Its columns are those of its first row."""
+    """Append rows to a CSV file, whose directory is created. Its columns are those of its first row."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
     def write(step: int, values: Mapping[str, float]) -> None:
         with open(path, "a+", newline="", encoding="utf-8") as file:
@@ -154,7 +155,8 @@ def csv_file(path: str | os.PathLike[str]) -> Writer:
 
 
 def json_lines(path: str | os.PathLike[str]) -> Writer:
-    """Append JSON objects to a file, one a line; a number that is not finite is ``null``."""
+    """Append JSON objects to a file, one per line, and create its directory. ``null``: a number that is not finite."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
     def write(step: int, values: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}

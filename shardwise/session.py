@@ -572,8 +572,9 @@ class Settings:
             place = f"offload={short_repr(self.offload)}: use 'host' for host memory, or a directory on a disk"
             if not isinstance(self.offload, (str, os.PathLike)):
                 raise TypeError(place)
+            bare = isinstance(self.offload, str) and not os.path.dirname(self.offload)
             misspelled = did_you_mean(str(self.offload), ["host"], "", 0.75) and not os.path.isdir(self.offload)
-            if isinstance(self.offload, str) and (NO_DIRECTORY.fullmatch(self.offload) or misspelled):
+            if bare and (NO_DIRECTORY.fullmatch(str(self.offload)) or misspelled):
                 raise ValueError(f"{place} (write './{self.offload}' for a directory of that name)")
             disk = DiskPlan(directory=os.fspath(self.offload))
             tiers = replace(tiers, state_disk_fraction=1.0, param_disk_fraction=params, pin_memory=True, disk=disk)

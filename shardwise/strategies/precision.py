@@ -134,15 +134,11 @@ class CastingPrecision(_Precision):  # type: ignore[misc]
         self.format = format_of(precision)
         self.precision = self.format.name
 
-    @property
-    def _half(self) -> torch.dtype | None:
-        return None if self.format.masters else self.format.dtype
-
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
         """Create tensors inside in the dtype of the ``true`` precisions."""
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self._half or before)
+        torch.set_default_dtype(before if self.format.masters else self.format.dtype or before)
         try:
             yield
         finally:

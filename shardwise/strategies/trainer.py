@@ -257,8 +257,9 @@ def num_ids(batch: Any) -> int:
 class MetricsCallback(_Callback):  # type: ignore[misc]
     """Records :class:`~shardwise.metrics.Metrics` after the steps of the optimizer, at ``trainer.global_step``.
 
-    The loss is the mean over the batches of a step (``accumulate_grad_batches``), or NaN if ``training_step`` returns
-    none. The operations of the first step are counted if ``peak_flops`` is given.
+    The loss is the sum of the losses that Lightning has divided by ``accumulate_grad_batches``, so the mean over the
+    batches of a step, or NaN if ``training_step`` returns none. The operations of the first step are counted if
+    ``peak_flops`` is given.
 
     Args:
         writers: functions of :mod:`shardwise.metrics`, or your own.
@@ -282,14 +283,16 @@ class MetricsCallback(_Callback):  # type: ignore[misc]
         self.metrics.steps, self._loss, self._tokens = trainer.global_step, 0.0, 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._counting.close()  # of a batch that a hook skipped
         if self._peak_flops and not self.metrics.flops:
             self._counting.enter_context(self.metrics.count_flops())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._counting.close()
-        self._loss += outputs.get("loss", math.nan)
+        self._loss += (outputs or {}).get("loss", math.nan)
         self._tokens += self._tokens_of(batch) * trainer.strategy.session.data_ranks
         if trainer.global_step > self.metrics.steps:
+            self.metrics.steps = trainer.global_step - 1  # manual optimization may step several times in a batch
             self.metrics.step(self._loss, self._tokens)
             self._loss, self._tokens = 0.0, 0
 

@@ -42,7 +42,8 @@ def encode(value: object, tensors: dict[str, torch.Tensor] | None, path: str = "
                 "checkpoint cannot hold; keep its indices and values, or to_dense()"
             )
         if tensors is None:
-            return _in_place(tensor)
+            shape = {"shape": list(tensor.shape)} if tensor.ndim else {}
+            return {"dtype": _dtype(tensor), **shape, "value": _values(tensor) if shape else _values(tensor)[0]}
         while path in tensors:  # {"a": {"b": ...}, "a/b": ...}, or the keys 1 and "1"
             path += "~"
         tensors[path] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -114,12 +115,6 @@ def _key(data: Any, tensors: Mapping[str, torch.Tensor] | None) -> Any:
 
 
 # ---- tensors in the data
-
-
-def _in_place(tensor: torch.Tensor) -> dict[str, Any]:
-    if tensor.ndim:
-        return {"dtype": _dtype(tensor), "shape": list(tensor.shape), "value": _values(tensor)}
-    return {"dtype": _dtype(tensor), "value": _values(tensor)[0]}
 
 
 def _is_tensor(data: Mapping[Any, object]) -> bool:

@@ -37,17 +37,17 @@ def check_shardable(model: nn.Module) -> None:
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # its import is slow; no FSDP model exists before
     for name, module in model.named_modules():
+        subject = f"module {name!r} of the model" if name else "the model"
         if MARK in module.__dict__:
-            subject = f"module {name!r} of the model" if name else "the model"
             raise ValueError(f"{subject} is sharded already; close its session first, or create a new model")
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise ValueError(
-                f"module {name!r} of the model is a {type(module).__name__}, which has sharded its parameters already: "
+                f"{subject} is a {type(module).__name__}, which has sharded its parameters already: "
                 "pass the model as it was before that"
             )
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(
-                f"module {name!r} of the model is a {type(module).__name__}, whose own reduction would see no "
+                f"{subject} is a {type(module).__name__}, whose own reduction would see no "
                 "gradients: pass the wrapped model (its .module); stage=0 is data parallelism without sharding"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -366,6 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: the model has pipeline stages, or it was closed.
         """
         self._check_no_stages(loss, "loss")
+        self._values.guards.check_open("backward()")
         self._warn_of_nan(loss)
         self._grads.passes.backward(loss, tokens, self.loss_scale, retain_graph)
 

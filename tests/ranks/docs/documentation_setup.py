@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
 import shardwise.deepspeed
+from shardwise.booster import Booster
+from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.nn.optimizer import HybridAdam
 from shardwise.plan import replicated, zero
 from shardwise.session import build
@@ -119,6 +121,14 @@ def _renamed(names: Names) -> None:
 
 def _two_models(names: Names) -> None:
     names.update(generator=build(_net(), None, zero(2)), discriminator=build(_net(), None, zero(2)), step=3)
+
+
+def _two_boosted(names: Names) -> None:
+    booster = names["booster"] = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
+    for model, optimizer in (("generator", "its_optimizer"), ("discriminator", "other_optimizer")):
+        net = _net()
+        names[model], names[optimizer], *_ = booster.boost(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+    names["step"] = 3
 
 
 def _criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -350,7 +360,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/booster.md": [
         Block("from shardwise.booster import Booster", before=_training, after=_changed),
         Block("booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
-        Block('booster.save_checkpoint("runs/gen', before=_two_models, after=_exists("runs/discriminator/step-3")),
+        Block('booster.save_checkpoint("runs/gen', before=_two_boosted, after=_exists("runs/discriminator/step-3")),
         Block("from shardwise import deferred_init", before=_deferred),
     ],
     "docs/shardformer.md": [

@@ -17,6 +17,7 @@ from front_ends import FRONT_ENDS, HIDDEN, OUT, ROWS, STEPS, Net, Program, loss_
 from torch import nn
 
 from shardwise import metrics
+from shardwise.lightning import MetricsCallback
 from shardwise.metrics import Metrics, csv_file, json_lines
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
@@ -55,8 +56,7 @@ def test_records_of_steps(tmp_path: Path) -> None:
     assert [each["skipped_steps"] for each in found] == [0, 1, 1, 1]
     assert [each["loss_scale"] for each in found] == [1024.0, 512.0, 512.0, 512.0]
     for each in found:
-        seconds = TOKENS / each["tokens_per_second"]
-        assert each["mfu"] * 1e6 * seconds == pytest.approx(FLOPS) and each["lr"] == 0.5
+        assert each["mfu"] * 1e6 * TOKENS / each["tokens_per_second"] == pytest.approx(FLOPS) and each["lr"] == 0.5
         assert each["device_bytes"] > each["disk_bytes"] == each["host_bytes"] == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     finite = [{name: value if math.isfinite(value) else None for name, value in each.items()} for each in found]
@@ -87,15 +87,13 @@ def test_records_under_a_front_end(name: str, tmp_path: Path) -> None:
     with kind.context(), warnings.catch_warnings(action="ignore"):
         front_end = kind(program, str(tmp_path))
         front_end.run()
-        found = Metrics(SESSIONS[name](front_end), json_lines(tmp_path / "metrics.jsonl")).step(0.5, TOKENS)
+        found = Metrics(SESSIONS[name](front_end), json_lines(tmp_path / "new" / "metrics.jsonl")).step(0.5, TOKENS)
         front_end.close()
     assert found["lr"] == 0.05 and found["grad_norm"] > 0.99 * program.clip and found["skipped_steps"] == 0
 
 
 @on_ranks(2)
 def test_lightning_callback_records_steps_of_several_batches() -> None:
-    from shardwise.lightning import MetricsCallback
-
     rows: list[tuple[int, dict[str, float]]] = []
     front_end = FRONT_ENDS["lightning-deepspeed"](Program(passes=2, clip=0.05), "")
     front_end.trainer.callbacks.append(MetricsCallback(lambda *row: rows.append(row), peak_flops=1e6, tokens=len))
@@ -108,6 +106,20 @@ def test_lightning_callback_records_steps_of_several_batches() -> None:
         losses = [float(loss_of(Net()(inputs), target)) for inputs, target in own_batches(0, 2)]
         assert step > 1 or row["loss"] == pytest.approx(sum(losses) / 2)
         assert row["tokens_per_second"] * flops / row["mfu"] / 1e6 == pytest.approx(2 * 2 * 2) and row["lr"] == 0.05
+
+
+@on_ranks(1)
+def test_lightning_callback_goes_on_after_skipped_batches_and_several_updates() -> None:
+    record, model = MetricsCallback(write := MagicMock(), peak_flops=1.0), nn.Linear(2, 2)
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.5), zero(1)) as session:
+        trainer = MagicMock(**{"strategy.session": session}, global_step=0)
+        record.on_train_start(trainer, None)
+        record.on_train_batch_start(trainer, None, None, 0)  # a hook of the module skips this batch
+        record.on_train_batch_start(trainer, None, None, 1)
+        session.module(torch.ones(1, 2))
+        trainer.global_step = 2  # manual optimization with two optimizers
+        record.on_train_batch_end(trainer, None, None, None, 1)
+    assert write.call_args[0][0] == 2 and math.isnan(write.call_args[0][1]["loss"]) and record.metrics.flops == 8
 
 
 VALUES = {"loss": 0.5, "lr": 1e-3}

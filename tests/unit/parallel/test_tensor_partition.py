@@ -70,7 +70,7 @@ def test_models_that_cannot_be_sharded() -> None:
         "Sequential cannot be cut: it has no module of a known architecture" in found
         and "Known: bert, bloom, " in found
     )
-    assert "register_architecture(" in found and "CONTRIBUTING.md" in found
+    assert "register_architecture(" in found and "docs/hybrid-parallel.md" in found
     asked = "propose_architecture(model)"
     assert asked not in found and asked in message(transformers.GraniteForCausalLM(decoder("Granite")), 2)
     model = transformers.BertModel(decoder("Bert"))

@@ -555,7 +555,8 @@ def stage_model(
     if not bodies:
         raise UnknownModelError(
             f"{type(model).__name__} cannot be divided into stages: it has no module of a known class "
-            f"({', '.join(known_bodies())}). Describe it with shardwise.register_body(class name, Body(...))"
+            f"({', '.join(known_bodies())}). Describe it with shardwise.register_body(class name, Body(...)) (see "
+            '"Pipelines" in docs/hybrid-parallel.md)'
         )
     if len(bodies) > 1:
         raise ValueError(

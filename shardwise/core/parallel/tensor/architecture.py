@@ -171,7 +171,7 @@ def _unknown(model: nn.Module, plan: TensorPlan) -> str:
     return (
         f"{type(model).__name__} cannot be cut: it has no module of a known architecture. Train it with tp=1, or "
         "describe it with shardwise.register_architecture(Architecture(name, {class name: rules})) (see "
-        f'"An architecture for tensor parallelism" in CONTRIBUTING.md){own}. Known: {", ".join(known_architectures())}'
+        f'"Which layers are split" in docs/hybrid-parallel.md){own}. Known: {", ".join(known_architectures())}'
     )
 
 
