@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -414,17 +414,14 @@ def _verify(options: argparse.Namespace) -> int:
     if not options.path.exists():
         raise BadInput(f"{options.path}: no such file or directory")
     try:
-        source = open_checkpoint(options.path, options.path_format, options.path_optimizer)
+        with closing(open_checkpoint(options.path, options.path_format, options.path_optimizer)) as source:
+            native = isinstance(source, NativeSource)
+            problems = source.problems() if isinstance(source, NativeSource) else _read_through(source, options.path)
     except CheckpointDamage as damage:
         _say(str(damage))
         return 1
     except (OSError, ValueError, CheckpointError) as problem:
         raise BadInput(str(problem)) from None
-    try:
-        native = isinstance(source, NativeSource)
-        problems = source.problems() if isinstance(source, NativeSource) else _read_through(source, options.path)
-    finally:
-        source.close()
     for each in problems:
         _say(each)
     if not problems:

@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     """Add ``estimate`` to the command's subparsers."""
     parser = commands.add_parser("estimate", **texts(__doc__))
     add = parser.add_argument
-    add("model", metavar="MODEL", help="folder or name of a Hugging Face model, or FILE_OR_MODULE:FUNCTION")
+    add("model", metavar="MODEL", help="folder or name of a Hugging Face model, or FILE:FUNCTION")
     add("--ranks", type=int, default=1, metavar="N", help="number of ranks")
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="bf16 and fp16 keep fp32 masters")

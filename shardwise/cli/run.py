@@ -147,8 +147,7 @@ address of --rdzv-endpoint opens it. Torch decides which ranks a host gets"""
 
 def add_parser(commands: Any) -> None:
     """Add ``run`` to the command's subparsers."""
-    # Not abbreviated: an option of the script must not match a prefix of our options.
-    parser = commands.add_parser("run", allow_abbrev=False, **texts(__doc__))
+    parser = commands.add_parser("run", **texts(__doc__))
     add = parser.add_argument
     add("--nproc", "--nproc-per-node", metavar="N", help=NPROC)
     add("--max-restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure")

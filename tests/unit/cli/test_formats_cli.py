@@ -5,6 +5,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, TorchRun, formats
 from shardwise.core.checkpoint.formats import open_checkpoint, write_single
 from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
-from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.formats.native import NativeSource, write_native
 from shardwise.core.checkpoint.formats.torch_file import check_zip
 from tests.support.formats_setup import differing, flip, odd_source, optimizer_facts, tensor
 from tests.support.huggingface_setup import gpt2
@@ -133,7 +134,8 @@ def test_invalid_arguments(places: dict[str, Path], tmp_path: Path, capsys: pyte
         (["diff", dcp, dcp, "--atol", "inf"], "--atol inf: give a finite number >= 0"),
         (["verify", tmp_path / "nowhere"], "no such file"),
         (["inspect", ""], "the path is empty"),
-        (["inspect", tmp_path / "several"], "holds"),
+        (["inspect", places["single"].parent], "holds 2 files"),
+        (["inspect", places["native"] / "bad.json"], "bad.json ends in '.json'; known are"),
         (["inspect", tmp_path], "manifest.json is missing"),
     ]
     for to, options, takers in (
@@ -146,10 +148,8 @@ def test_invalid_arguments(places: dict[str, Path], tmp_path: Path, capsys: pyte
         ("single", ["--safetensors"], "colossalai alone takes it"),
     ):
         cases.append((["convert", dcp, x, "--to", to, *options], f"{options[0]}: --to {takers}; leave it out"))
-    (tmp_path / "several").mkdir()
-    for name in ("second", "third"):
-        (tmp_path / "several" / f"{name}.safetensors").touch()
-    (tmp_path / "native" / "manifest.json").unlink()
+    (tmp_path / "single" / "second.safetensors").touch()
+    (tmp_path / "native" / "manifest.json").rename(tmp_path / "native" / "bad.json")
     for arguments, expected in cases:
         refused(capsys, expected, *arguments)
     assert not x.exists()
@@ -216,6 +216,8 @@ def test_verify_finds_damage(places: dict[str, Path], capsys: pytest.CaptureFixt
         assert _run("verify", places[name]) == 1
         assert file.name in capsys.readouterr().out
     raises(CheckpointDamage, None, lambda: check_zip(shard))
+    with patch.object(NativeSource, "problems", side_effect=CheckpointError("the file may not be read")):
+        refused(capsys, "the file may not be read", "verify", places["native"])
 
 
 class Net(nn.Module):
@@ -277,8 +279,8 @@ def test_adapter_configuration_from_the_parameters(kind: str, tmp_path: Path) ->
 def test_adapter_configuration_from_a_run_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peft = pytest.importorskip("peft")
     base, model = adapted(r=2, lora_alpha=7, target_modules=["k"], use_rslora=True)
-    run = Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")
-    assert convert(run, tmp_path / "out", "peft") == 0
+    Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")
+    assert convert(tmp_path / "runs" / "latest", tmp_path / "out", "peft") == 0
     assert same_outputs(peft.PeftModel.from_pretrained(base, tmp_path / "out"), model)
     capsys.readouterr()
     place = bare(model, tmp_path / "bare")
@@ -310,12 +312,11 @@ def test_missing_model_configuration(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert convert(*command) == 0
     said = capsys.readouterr().err
     assert "has no config.json" in said and "--config" in said
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "gpt2"}')
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "gpt2"}')
     refused(capsys, "out: is not empty; give another path, or --overwrite", "convert", *command[:2], "--to", "single")
-    assert convert(*command, "--overwrite", "--config", config) == 0
+    assert convert(*command, "--overwrite", "--config", file) == 0
     assert "config.json" not in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "gpt2"}
-    config.write_text("[1]")
-    assert convert(*command, "--overwrite", "--config", config) == 2
-    assert "not a configuration" in capsys.readouterr().err
+    file.write_text("[1]")
+    refused(capsys, "not a configuration", "convert", *command[:2], "--to=huggingface", "--overwrite", "--config", file)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base.validate import as_path
-from shardwise.core.checkpoint.directory import scan
+from shardwise.core.checkpoint.directory import LATEST, scan
 from shardwise.core.checkpoint.formats.colossalai import (
     find_parts,
     open_colossalai,
@@ -26,7 +26,7 @@ from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft, write_peft
 from shardwise.core.checkpoint.formats.shard_index import read_index
 from shardwise.core.checkpoint.formats.single_file import open_single, write_single
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
-from shardwise.core.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
+from shardwise.core.checkpoint.formats.trainer import STATE, find_latest, kind_of, open_trainer
 from shardwise.core.checkpoint.input_checks import check_state, checked_names, checked_total, reading
 from shardwise.core.checkpoint.native_format import MANIFEST, has_pieces
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, OpenSource
@@ -256,7 +256,12 @@ def register_format(format: Format) -> Callable[[], None]:
 
 
 def located(path: Path) -> Path:
-    """Return ``path``, or the checkpoint of Trainer or accelerate in ``path`` with the highest number."""
+    """Return ``path``, or the checkpoint of Trainer or accelerate in ``path`` with the highest number.
+
+    A file that describes its directory, such as ``config.json`` or ``latest``, stands for the directory.
+    """
+    if path.is_file() and path.name in (MANIFEST, CONFIG, LATEST, STATE, "config.json"):
+        path = path.parent
     if not path.is_dir() or next(formats_at(path), None) or loose_files(path):
         return path
     return find_latest(path) or path
@@ -273,18 +278,16 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
         FileNotFoundError: there is no checkpoint of a known format.
         CheckpointError: the directory has several formats; the message names them.
     """
-    place = Path(path)
+    place = located(Path(path))
     file_format = next(formats_at(place), None) if place.is_file() else None
     if file_format is not None:
         return file_format.name
-    if place.is_file() and not place.name.endswith(".json"):
-        return "single"
+    if place.is_file() and place.name not in INDEX:
+        return "colossalai" if ".index" in place.name and place.suffix == ".json" else "single"
     if place.is_file():
-        one_of_several = ".index" in place.name and place.name not in INDEX
-        return "colossalai" if one_of_several else detect_format(place.parent, part)
+        return detect_format(place.parent, part)
     if not place.is_dir():
         raise FileNotFoundError(f"{place}: no such file or directory; check the path")
-    place = located(place)
     at = list(formats_at(place))
     runs = [each.name for each in at if each.of_run]
     names = [each.name for each in at]
@@ -343,7 +346,7 @@ def open_checkpoint(
 def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenSource:
     place = located(Path(as_path("path", path)))
     name = format or detect_format(place)
-    if place.is_file() and place.name.endswith(".json") and name != "colossalai":
+    if place.is_file() and place.name in INDEX and name != "colossalai":
         place = place.parent
     known = next(each for each in known_formats() if each.name == name)
     if options.optimizer is not None and "optimizer" not in known.takes:
