@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -50,12 +50,14 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
         CheckpointError, OSError, ValueError, TypeError: the target cannot be written; no half-written file is left.
     """
     from shardwise.core.checkpoint.formats.registry import formats_at, write_checkpoint
+    from shardwise.core.checkpoint.source import CheckpointError
 
     format = "dcp" if options.to in LAYOUTS else options.to
-    for other in formats_at(options.target) if options.target.is_dir() else ():
-        if other.name != format and not other.of_run:
-            what = f"holds a checkpoint of format {other.name}, which --to {options.to} does not replace"
-            raise ValueError(f"{options.target}: {what}; give another path, or remove it")
+    with suppress(CheckpointError):  # a damaged checkpoint is replaced
+        for other in formats_at(options.target) if options.target.is_dir() else ():
+            if other.name != format and not other.of_run:
+                what = f"holds a checkpoint of format {other.name}, which --to {options.to} does not replace"
+                raise ValueError(f"{options.target}: {what}; give another path, or remove it")
     for name, kinds in OPTION_FORMATS.items():
         value = getattr(options, name)
         if value is not None and value is not False and options.to not in kinds:

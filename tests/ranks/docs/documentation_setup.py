@@ -124,11 +124,10 @@ def _two_models(names: Names) -> None:
 
 
 def _two_boosted(names: Names) -> None:
-    booster = names["booster"] = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
+    names.update(step=3, booster=Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32")))
     for model, optimizer in (("generator", "its_optimizer"), ("discriminator", "other_optimizer")):
         net = _net()
-        names[model], names[optimizer], *_ = booster.boost(net, torch.optim.Adam(net.parameters(), lr=1e-2))
-    names["step"] = 3
+        names[model], names[optimizer], *_ = names["booster"].boost(net, torch.optim.Adam(net.parameters(), lr=1e-2))
 
 
 def _criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -312,8 +312,8 @@ def test_missing_model_configuration(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert convert(*command) == 0
     said = capsys.readouterr().err
     assert "has no config.json" in said and "--config" in said
-    file = tmp_path / "config.json"
-    file.write_text('{"model_type": "gpt2"}')
+    (file := tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "out" / "model.safetensors.index.json").write_text("{")  # damage
     refused(capsys, "out: is not empty; give another path, or --overwrite", "convert", *command[:2], "--to", "single")
     assert convert(*command, "--overwrite", "--config", file) == 0
     assert "config.json" not in capsys.readouterr().err
