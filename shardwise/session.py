@@ -75,14 +75,16 @@ class Session:
     """One sharded model with its optimizers.
 
     Attributes:
-        module: the sharded model; call it instead of the original model.
+        module: the sharded model, a :class:`ShardedModule`; call it instead of the original model.
         model: the original model, whose parameters are sharded. It can be called, too, and keeps its methods.
-        optimizer: the first sharded optimizer, or ``None``.
+        optimizer: the first :class:`ShardedOptimizer`, or ``None``.
         optimizers: all sharded optimizers.
-        plan, mesh: the plan and the mesh of the build.
-        pipeline: runs the passes of a step if the model has pipeline stages; otherwise ``None``.
-        checkpoints: saves and loads the full state of the run. All ranks write files, which can be loaded with any
-            number of ranks, parallelism, stage, packing, tier and precision.
+        plan: the :class:`Plan` of the build.
+        mesh: the :class:`Mesh` of the build.
+        pipeline: a :class:`PipelineSteps`, which runs the passes of a step, if the model has pipeline stages; otherwise
+            ``None``.
+        checkpoints: a :class:`Checkpointer`, which saves and loads the full state of the run. All ranks write files,
+            which can be loaded with any number of ranks, parallelism, stage, packing, tier and precision.
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -100,9 +102,18 @@ class Session:
         self.pipeline = PipelineSteps(shards, engine.grads, self.optimizer) if shards.partition.staging else None
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
-        """Run the backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`.
+        """Run the backward pass of ``loss`` (a scalar). The plan says when gradients are reduced.
 
-        Without an optimizer there is no loss scale.
+        With an optimizer, the loss is multiplied by its loss scale.
+
+        Args:
+            loss: the mean over this rank's micro-batch.
+            tokens: how many tokens it is the mean of, under ``average="tokens"`` only.
+            retain_graph: as in :meth:`torch.Tensor.backward`.
+
+        Raises:
+            ValueError: ``tokens`` is given under another average than ``"tokens"``, or missing under that.
+            RuntimeError: the model has pipeline stages, or the session is closed.
         """
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens, retain_graph)
@@ -396,7 +407,7 @@ def build(
         mesh: device mesh; by default it is made from ``plan.mesh`` over all ranks.
         device: device of the parameters, if no mesh is given; by default this rank's GPU if every rank has one. It
             need not be the current device.
-        names: what error messages call the sharded objects.
+        names: for integrations: what error messages call the sharded objects.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -627,6 +638,14 @@ def shard(
         OSError: the plan's file cannot be read.
         ValueError: a plan and settings are given, or an error of :class:`Settings`, :meth:`shardwise.plan.Plan.load` or
             :func:`shardwise.session.build`.
+
+    Examples:
+        >>> device = shardwise.init_distributed()
+        >>> model = torch.nn.Linear(8, 4)
+        >>> session = shardwise.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=3)
+        >>> loss = session.module(torch.randn(2, 8, device=device)).square().mean()
+        >>> session.backward(loss)
+        >>> session.optimizer.step()
     """
     names = [each.name for each in fields(Settings)]
     for name, value in settings.items():

@@ -24,12 +24,17 @@ MADE_BY_SESSIONS = {
     "shardwise.core.engine.module.ShardedModule",
     "shardwise.core.engine.optimizer.ShardedOptimizer",
     "shardwise.core.engine.pipeline_steps.PipelineSteps",
+    "shardwise.core.mesh.mesh.Mesh",
 }
 """Classes whose constructors users do not call."""
+WITH_ATTRIBUTES = {"shardwise.session.Session", "shardwise.core.mesh.mesh.Mesh"}
+"""Those of them whose attributes users read."""
 
 COMPOSED = ("shardwise.booster.plugin.", "shardwise.strategies.")
 """Where classes get texts of their arguments when they are made (shardwise/compat/arguments.py)."""
-SECTION = re.compile(r"^(?:Args|Attributes):\n(?:(?:    .*)?(?:\n|\Z))+", re.MULTILINE)
+ARGS, SECTION = (
+    re.compile(rf"^(?:{names}):\n(?:(?:    .*)?(?:\n|\Z))+", re.MULTILINE) for names in ("Args", "Args|Attributes")
+)
 
 
 @cache
@@ -84,7 +89,11 @@ class Docstrings(griffe.Extension):
         text = "" if obj.is_module else obj.docstring.value
         if obj.path in MADE_BY_SESSIONS:
             obj.members.pop("__init__", None)
-            text = SECTION.sub("", text)
+            text = (ARGS if obj.path in WITH_ATTRIBUTES else SECTION).sub("", text)
+        if obj.is_function:
+            for each in obj.parameters:
+                if each.kind is griffe.ParameterKind.var_keyword:
+                    each.annotation = None  # such as Unpack[ShardArguments], with {} as the default
         if obj.is_class and obj.path.startswith(COMPOSED):
             text = _composed(obj.path)
         obj.docstring.value = apart(plain(text))

@@ -10,25 +10,39 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-__all__ = ["fetched", "on_files", "on_page_markdown", "on_post_build"]
+__all__ = ["fetched", "on_config", "on_files", "on_page_markdown", "on_post_build"]
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
 """Pages in the root of the repository, where people look for them, that belong to the site as well."""
 NOTEBOOK = "examples/notebook.ipynb"
-PROGRAMS = ("examples/*.py", "examples/booster_plugins/*.py")
+MODEL = "examples/demo/model.py"
+PROGRAMS = ("examples/*.py", "examples/booster_plugins/*.py", MODEL)
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
+
+
+def _programs() -> list[Path]:
+    """The paths of the examples in the repository."""
+    return [path.relative_to(ROOT) for pattern in PROGRAMS for path in sorted(ROOT.glob(pattern))]
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """Add the page of each example to the navigation, below the page that lists them."""
+    pages = [{path.name: str(path.with_suffix(".md"))} for path in _programs()]
+    [start] = [entry["Get started"] for entry in config.nav if "Get started" in entry]
+    start[-1]["Examples"].extend(pages)
+    return config
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
     """Add the pages from outside of docs/, and a page for each example."""
     for name in (*OUTSIDE, NOTEBOOK):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
-    for path in sorted(path for pattern in PROGRAMS for path in ROOT.glob(pattern)):
-        name = path.relative_to(ROOT)
-        link = f"[examples]({'../' * (len(name.parts) - 1)}examples.md)"
-        head = f"---\nhide: [navigation, toc]\n---\n\n# {path.name}\n\n`{name}` is one of the {link}.\n\n"
-        page = f"{head}```python\n{path.read_text('utf-8')}```\n"
+    for name in _programs():
+        code, link = (ROOT / name).read_text("utf-8"), f"[examples]({'../' * (len(name.parts) - 1)}examples.md)"
+        needs = "Copy [demo/model.py](demo/model.md), too: the program imports it." if "from demo.model" in code else ""
+        head = f"---\nhide: [toc]\n---\n\n# {name.name}\n\n`{name}` is one of the {link}. {needs}\n\n"
+        page = f"{head}```python\n{code}```\n"
         files.append(File.generated(config, str(name.with_suffix(".md")), content=page))
     return files
 

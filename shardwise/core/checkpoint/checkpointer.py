@@ -79,6 +79,9 @@ class Checkpointer:
             ValueError: an invalid tag, ``keep`` < 1, a step < 0, a value that a checkpoint cannot hold, different tags
                 on different ranks, or another save into ``root`` that is not finished.
             TypeError: ``keep`` or ``step`` is not an integer.
+
+        Examples:
+            >>> path = session.checkpoints.save("checkpoints", data_position={"epoch": 2, "batch": 40}, keep=3)
         """
         if keep is not None:
             integer("keep", keep, 1, what="how many checkpoints remain (None: all),")

@@ -363,6 +363,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             retain_graph: as in :meth:`torch.Tensor.backward`.
 
         Raises:
+            TypeError: ``loss`` is not a tensor.
+            ValueError: ``tokens`` is given under another average than ``"tokens"``, or missing under that.
             RuntimeError: the model has pipeline stages, or it was closed.
         """
         self._check_no_stages(loss, "loss")
