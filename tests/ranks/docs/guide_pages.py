@@ -165,8 +165,8 @@ GUIDE: dict[str, list[Block]] = {
         *shown(CLUSTER, "mpirun -np 16"),
     ],
     "docs/index.md": [
-        *shown("it installs; make venv does the same into .venv", "pip install ."),
         Block("import shardwise", before=_given, after=_trained),
+        *shown("it installs; make venv does the same into .venv", "pip install ."),
     ],
     "docs/differences.md": [Block("session = shardwise.shard(", before=_given, after=_trained)],
     "docs/troubleshooting.md": [Block("if session.optimizer.last_step_skipped", before=_overflown, after=_named)],
