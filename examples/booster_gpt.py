@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from shardwise import init_distributed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 
@@ -23,6 +24,7 @@ class GPT(nn.Module):
         return self.head(self.blocks(self.embed(text) + self.position, mask, is_causal=True))
 
 
+device = init_distributed()
 text = torch.tensor(list(Path(__file__).read_bytes()))
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -32,6 +34,7 @@ booster = Booster(plugin=plugin)
 model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
 for epoch in range(10):
     for batch in loader:
+        batch = batch.to(device)
         loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         booster.backward(loss, optimizer)
         optimizer.step()

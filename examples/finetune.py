@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         session.checkpoints.save(args.runs, lr_schedulers=[scheduler], data_position={"epoch": epoch + 1}, keep=2)
 
     # 6. Export: transformers (and for LoRA peft) reads the folder. Every rank takes part in state_dict().
-    state = session.module.state_dict()
+    state = session.module.state_dict(only_rank_0=True)
     if first:
         session.model.save_pretrained(args.export, state_dict=state)
         tokenizer.save_pretrained(args.export)

@@ -2,9 +2,11 @@
 
 import torch
 
+from shardwise import init_distributed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import TorchFSDPPlugin
 
+device = init_distributed()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
 train_dataset = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(4, (64,)))
@@ -17,6 +19,7 @@ booster = Booster(plugin=plugin)
 model, optimizer, train_dataloader, criterion = booster.boost(model, optimizer, train_dataloader, criterion)
 
 for inputs, labels in train_dataloader:
+    inputs, labels = inputs.to(device), labels.to(device)
     loss = criterion(model(inputs), labels)
     booster.backward(loss, optimizer)
     optimizer.step()
