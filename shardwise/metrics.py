@@ -37,7 +37,7 @@ class Metrics:
             ``strategy.session`` of Lightning; ``trainer.session`` of the Hugging Face Trainer.
         writers: functions of this module, or your own.
         every: number of steps between two records.
-        peak_flops: operations a second of the device in the dtype of the model, for ``mfu``.
+        peak_flops: operations per second of the device in the dtype of the model, for ``mfu``.
 
     Attributes:
         steps, skipped_steps: numbers of steps so far; a skipped step had gradients that were not finite.

@@ -191,7 +191,7 @@ class MetricsCallback(TrainerCallback):
 
     Args:
         writers: functions of :mod:`shardwise.metrics`, or your own.
-        peak_flops: operations a second of the device in the dtype of the model, for ``mfu``.
+        peak_flops: operations per second of the device in the dtype of the model, for ``mfu``.
 
     Attributes:
         metrics: the metrics of the run.

@@ -258,13 +258,13 @@ class MetricsCallback(_Callback):  # type: ignore[misc]
     """Records :class:`~shardwise.metrics.Metrics` after the steps of the optimizer, at ``trainer.global_step``.
 
     The loss is the sum of the losses that Lightning has divided by ``accumulate_grad_batches``, so the mean over the
-    batches of a step, or NaN if ``training_step`` returns none. The operations of the first step are counted if
+    batches of a step, or NaN if ``training_step`` returns no loss. The operations of the first step are counted if
     ``peak_flops`` is given.
 
     Args:
         writers: functions of :mod:`shardwise.metrics`, or your own.
         every: number of steps between two records.
-        peak_flops: operations a second of the device in the dtype of the model, for ``mfu``.
+        peak_flops: operations per second of the device in the dtype of the model, for ``mfu``.
         tokens: returns the number of tokens of a batch; by default that of the elements of ``batch["input_ids"]``.
 
     Attributes:

@@ -324,6 +324,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Stop updates. The state of the user's optimizer stays sharded, so its own ``step`` raises. Idempotent."""
         if self._early is not None:
             self._early.close()
+        self._watches_loss = False  # backward() raises an error, which names the cause of a NaN
         for name in ("zero_grad", "add_param_group"):  # the class's methods apply again
             vars(self.optimizer).pop(name, None)
 
@@ -368,7 +369,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: the model has pipeline stages, or it was closed.
         """
         self._check_no_stages(loss, "loss")
-        self._values.guards.check_open("backward()")
         self._warn_of_nan(loss)
         self._grads.passes.backward(loss, tokens, self.loss_scale, retain_graph)
 
