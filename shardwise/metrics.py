@@ -99,10 +99,10 @@ class Metrics:
             grad_norm: the norm of the gradients; by default that of the optimizer.
 
         Returns:
-            ``loss``, ``lr``, ``grad_norm`` (before clipping by ``max_norm``, after clipping by a Trainer),
-            ``loss_scale``, ``skipped_steps``, bytes of model data by tier (``device_bytes``, ``host_bytes``,
-            ``disk_bytes``; the device's peak, with all memory of the process on a GPU), ``tokens_per_second``, and
-            ``mfu``, the fraction of ``peak_flops`` that was used.
+            ``loss``, ``lr``, ``grad_norm`` (before clipping), ``loss_scale``, ``skipped_steps``, bytes of model data by
+            tier (``device_bytes``, ``host_bytes``, ``disk_bytes``; the device's peak, with all memory of the process on
+            a GPU), ``tokens_per_second`` if tokens were counted, and ``mfu``, the fraction of ``peak_flops`` that was
+            used, if operations were counted.
         """
         # The value waits for a GPU, so the time is taken after it.
         value, now = float(loss.detach() if isinstance(loss, torch.Tensor) else loss), time.perf_counter()
@@ -118,8 +118,9 @@ class Metrics:
             "device_bytes": peak or report.tier_bytes("device") + report.peak_copied_bytes - report.copied_bytes,
             "host_bytes": report.tier_bytes("host"),
             "disk_bytes": report.tier_bytes("disk"),
-            "tokens_per_second": self._tokens / seconds,
         }
+        if self._tokens:
+            values["tokens_per_second"] = self._tokens / seconds
         if self.flops and self._peak_flops:
             values["mfu"] = self.flops * self._new / seconds / self._peak_flops
         self._since, self._new, self._tokens = now, 0, 0

@@ -228,19 +228,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # The norm is not needed here, but the settings that travel with it are compared.
             self._ask(0.0, False)
             factor = inverse * self._clip
-            self._norm = self._late_norm.note(self._reduced(), norm_type, factor)
+            self._norm = self._late_norm.note(self._reduced(), norm_type, inverse)
         else:
             known = self._early.norms if self._early is not None else (math.inf,) if overflow else ()
             norm = self._global_norm(norm_type, inverse, known, refusal)
             if refusal is not None:  # that of all ranks
                 raise refusal
             clip = self._clip
-            clipped = norm * clip
-            self._norm = lambda: clipped
+            self._norm = lambda: norm
             if self.scaler is not None and not math.isfinite(norm):
                 self._skip(self.scaler)
                 return value
-            factor = inverse * clip * clip_factor(clipped, limit)
+            factor = inverse * clip * clip_factor(norm * clip, limit)
         self._update(factor)
         # The scale may change only now: these gradients were made with the old one.
         if self.scaler is not None and (
