@@ -72,7 +72,7 @@ def schedule_text(schedule: Schedule, times: Times = (1.0, 1.0, 1.0), width: int
         label = 0
     cell = label + 1
     rows = []
-    for rank, done in enumerate(spans):
+    for done in spans:
         row = [IDLE + " " * label] * columns
         for span in done:
             letter = span.action.kind.value
