@@ -414,7 +414,7 @@ def _verify(options: argparse.Namespace) -> int:
     from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
     if not options.path.exists():
-        raise BadInput(f"{options.path}: no such file or directory")
+        raise BadInput(f"{options.path}: no such file or directory; check the path")
     try:
         with closing(open_checkpoint(options.path, options.path_format, options.path_optimizer)) as source:
             native = isinstance(source, NativeSource)

@@ -6,8 +6,7 @@ examples:
   shardwise estimate train.py:build --stage 3 --ranks 8
   shardwise checkpoint inspect runs/step-1000
 
-`shardwise COMMAND --help` prints the options of a command, with examples. Documentation: docs/command-line.md and
-docs/index.md in the source of shardwise.
+`shardwise COMMAND --help` prints the options of a command, with examples.
 
 exit status (of run: that of the first rank that failed):
   0    success

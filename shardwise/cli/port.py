@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
         except OSError as problem:
             unread.append(f"{path}: {problem.strerror}")
         except (SyntaxError, ValueError, RecursionError) as problem:
-            unread.append(f"{path}: not Python ({in_a_line(str(problem))})")
+            unread.append(f"{path}: not Python ({in_a_line(str(problem).replace('<unknown>, ', ''))})")
     if not programs and not unread:
         raise BadInput(f"no Python file in {', '.join(map(str, options.files))}: name programs or folders of them")
     changed = {path for path, (old, new, _) in programs.items() if new != old}

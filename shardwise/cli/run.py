@@ -176,7 +176,8 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
     if options.node_rank is not None:
         option("--node-rank", integer, options.node_rank, 0)
         if options.node_rank >= hosts:
-            raise BadInput(f"--node-rank {options.node_rank}: --nnodes {options.nnodes} has hosts 0 to {hosts - 1}")
+            known = f"--nnodes {options.nnodes} has hosts 0 to {hosts - 1}"
+            raise BadInput(f"--node-rank {options.node_rank}: {known}; give one of them, or another --nnodes")
     if not options.module and not (Path(options.script).is_file() and os.access(options.script, os.R_OK)):
         wrong = "cannot be read" if Path(options.script).is_file() else "no such file"
         wrong = "is a folder" if Path(options.script).is_dir() else wrong

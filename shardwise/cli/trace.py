@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -78,7 +79,8 @@ def _saved(options: argparse.Namespace) -> MemStats:
     try:
         stats = MemStats.load(options.stats)
     except OSError as problem:
-        raise BadInput(f"--stats {options.stats}: {problem.strerror or problem}") from None
+        wrong = f"--stats {options.stats}: {problem.strerror or problem}"
+        raise BadInput(f"{wrong}; give a file that --json or MemStats.save has written") from None
     except ValueError as problem:
         raise BadInput(f"--stats {problem}") from None
     return stats if options.capacity is None else replace(stats, capacity_bytes=options.capacity)
@@ -99,7 +101,8 @@ def _show(options: argparse.Namespace, stats: MemStats) -> None:
             dump_memory_stats(stats, options.dump)
     if not options.quiet:
         encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-        print(timeline_text(stats, ascii_only=not encoding.startswith("utf")), end="")
+        width = shutil.get_terminal_size((100, 24)).columns
+        print(timeline_text(stats, width, ascii_only=not encoding.startswith("utf")), end="")
     peak = stats.moments[stats.peak_index] if stats.moments else None
     where = f" at {shortened(peak.name)} ({peak.phase})" if peak else ""
     capacity = f" of {size_text(stats.capacity_bytes)}" if stats.capacity_bytes is not None else ""

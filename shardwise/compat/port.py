@@ -109,7 +109,7 @@ class _Reader(ast.NodeVisitor):
         if isinstance(entry, Unsupported):
             self._add(shown, "missing", entry.instead, line)
         elif entry is not None and table.partial and shown not in self.imported:
-            self._add(shown, "missing", f"import {entry.name} from {entry.module}", line)
+            self._add(shown, "missing", f"import {entry.name} from {entry.module}; --write changes no attributes", line)
         elif entry is not None:
             verdict = "same" if not entry.note else "differs" if entry.name == name else "another name"
             self._add(shown, verdict, entry.note, line)

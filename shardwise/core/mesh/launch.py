@@ -147,7 +147,7 @@ def init_distributed(
     if not facts.launched:
         _warn_of_tasks()
     joins = facts.launched and not dist.is_initialized()
-    if joins and facts.world_size > 1 and backend != "mpi":
+    if joins and backend != "mpi":
         store = _store(facts, timeout)
         chosen = _agreed(facts, store, device, backend == "gloo")
         make_current(chosen)

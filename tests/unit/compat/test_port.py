@@ -116,7 +116,7 @@ JUDGED = [
      ("foreignlib.parts.Third", "missing", "leave it out")),
     ("from stays.inner.strategies import Other, Gone", ("stays.inner.strategies.Gone", "missing", "use Deep")),
     ("import stays.inner as s\ns.strategies.Old, s.strategies.Other",
-     ("stays.inner.strategies.Old", "missing", "import New from ours.more")),
+     ("stays.inner.strategies.Old", "missing", "import New from ours.more; --write changes no attributes")),
     ("import foreignlib\nforeignlib.tools.start(1)\nfrom foreignlib.tools.start import go",
      ("foreignlib.tools.start", "missing", "call it by hand"), ("foreignlib.tools.start.go", "same", "")),
     # Argument values that have another name here, and those of a class that two packages export.

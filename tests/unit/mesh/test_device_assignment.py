@@ -181,12 +181,12 @@ def test_a_missing_rank_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store, facts = dist.HashStore(), LaunchFacts.read({"RANK": "0", "WORLD_SIZE": "2"})
     store.set_timeout(timedelta(milliseconds=50))
     raises(PeerError, "rank 0 of 2: not all ranks have started", launch._exchange, facts, store, {})
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setattr("os.environ", os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     raises(PeerError, "rank 0 of 2: not all ranks have started", launch._store, facts, timedelta(seconds=1))
     with socket.create_server(("", 0)) as other:
         monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
-        raises(PeerError, "MASTER_PORT=[0-9]+ is in use", launch._store, facts, timedelta(seconds=1))
+        monkeypatch.setattr(LaunchFacts, "read", lambda: LaunchFacts(launched=True))
+        raises(PeerError, "rank 0 of 1: MASTER_PORT=[0-9]+ is in use", launch.init_distributed)
 
 
 CPU = torch.device("cpu")

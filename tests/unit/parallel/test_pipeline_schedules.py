@@ -228,7 +228,7 @@ def test_schedule_text() -> None:
     assert plain[-2:] == ["rank 0 F0 F1 .  .  B0 -- .  B1 --", "rank 1 .  F0 B0 -- F1 B1 -- .  ."]
     assert "by formula" not in schedule_text(make_schedule("zbv", 4, 2, 8), (1.0, 2.0, 0.5))
     narrow = schedule_text(make_schedule("zbv", 4, 2, 40)).splitlines()
-    assert narrow[-1].startswith("rank 3 ...FfFfFfFfbwFBWfbw") and len(narrow[-1]) == len("rank 3 ") + 243
+    assert narrow[-5].startswith("rank 3 ...FfFfFfFfbwFBWfbw") and len(narrow[-5] + narrow[-1]) == 2 * 7 + 243
 
 
 def test_schedule_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -283,12 +283,15 @@ def _legend(kinds: Sequence[str], left: float, top: float) -> list[str]:
 
 
 def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only: bool = False) -> str:
-    """Return the trace as text: a bar for each moment or for adjacent ones, at most about ``rows`` lines."""
+    """Return the trace as text: a bar for each moment or for adjacent ones, at most about ``rows`` lines of at most
+    ``width`` columns, if these are 40 or more.
+    """
     model, other, mark = ("#", ".", "<") if ascii_only else ("█", "░", "◀")
     columns = _columns(stats.moments, rows)
     top = max(stats.peak_bytes, 1)
-    name_width = max((len(shortened(c.moment.name, 32)) for c in columns), default=0)
-    room = max(width - name_width - 8 - 2 - 12 - 8, 10)
+    longest = min(max(width - 37, 8), 32)
+    name_width = max((len(shortened(c.moment.name, longest)) for c in columns), default=0)
+    room = max(width - name_width - len("backward   999.9 MiB < peak"), 1)
     lines = []
     for column in columns:
         moment = column.moment
@@ -296,7 +299,7 @@ def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only:
         filled = min(round(room * moment.model_bytes / top), total)
         bar = (model * filled + other * (total - filled)).ljust(room)
         peak = f" {mark} peak" if column.first <= stats.peak_index <= column.last else ""
-        name = shortened(moment.name, 32)
+        name = shortened(moment.name, longest)
         lines.append(f"{moment.phase:<8} {name:<{name_width}} {bar} {size_text(moment.total_bytes):>9}{peak}")
     lines.append(f"{model} model data  {other} {NON_MODEL}")
     text = "\n".join(lines) + "\n"

@@ -60,7 +60,9 @@ def _figures(schedule: Schedule, times: Times, spans: Sequence[Sequence[Span]]) 
 
 def schedule_text(schedule: Schedule, times: Times = (1.0, 1.0, 1.0), width: int = 160) -> str:
     """Return lines with figures, and a line for each rank: F, B and W with the number of the micro-batch, in lower case
-    for every second stage of a rank. Numbers are left out if lines would be wider than ``width``."""
+    for every second stage of a rank. If lines would be wider than ``width``, numbers are left out, and longer lines are
+    continued below the last rank.
+    """
     spans = _spans(schedule, times)
     unit = min(time for time in times if time > 0)
     columns = round(max(each[-1].end for each in spans) / unit)
@@ -70,7 +72,7 @@ def schedule_text(schedule: Schedule, times: Times = (1.0, 1.0, 1.0), width: int
         label = 0
     cell = label + 1
     rows = []
-    for rank, done in enumerate(spans):
+    for done in spans:
         row = [IDLE + " " * label] * columns
         for span in done:
             letter = span.action.kind.value
@@ -79,11 +81,14 @@ def schedule_text(schedule: Schedule, times: Times = (1.0, 1.0, 1.0), width: int
             text = f"{letter}{span.action.microbatch}".ljust(cell) if label else letter
             more = "-" * label + " " if label else letter
             row[first:last] = [text, *[more] * (last - first - 1)][: last - first]
-        rows.append(f"rank {rank}".ljust(lead) + "".join(row).rstrip())
+        rows.append("".join(row).rstrip())
+    room = max(width - lead, 1)
+    parts = range(0, max(map(len, rows)), room)
+    lines = [f"rank {rank}".ljust(lead) + row[at : at + room] for at in parts for rank, row in enumerate(rows)]
     legend = "F forward, B backward" + (", W gradients of weights" if schedule.splits else "")
     small = "; lower case: every second stage of a rank" if schedule.stages > schedule.ranks else ""
     longer = ", - continues" if any("-" in row for row in rows) else ""
-    return "\n".join([*_figures(schedule, times, spans), f"{legend}{longer}, {IDLE} idle{small}", *rows])
+    return "\n".join([*_figures(schedule, times, spans), f"{legend}{longer}, {IDLE} idle{small}", *lines])
 
 
 def draw_schedule(schedule: Schedule, times: Times = (1.0, 1.0, 1.0)) -> str:
