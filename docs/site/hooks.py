@@ -69,7 +69,7 @@ def _boost(uri: str) -> float:
     """How high the search ranks a page: the reference, tables of names and sources of examples come last."""
     last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/", *OUTSIDE)
     rare = ("index", "booster-plugins", "deepspeed-rare", "disk", "pipelines", "shardformer", "sharded-model")
-    return 2.0 if uri == "troubleshooting.md" else 0.1 if uri.startswith(last) else 0.5 if uri.startswith(rare) else 1.0
+    return 2.0 if uri == "troubleshooting.md" else 1e-3 if uri.startswith(last) else 0.5 if uri.startswith(rare) else 1
 
 
 class _Fetches(HTMLParser):

@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
 import shardwise.deepspeed
-from shardwise.booster import Booster
-from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.nn.optimizer import HybridAdam
 from shardwise.plan import replicated, zero
 from shardwise.session import build
@@ -123,13 +121,6 @@ def _two_models(names: Names) -> None:
     names.update(generator=build(_net(), None, zero(2)), discriminator=build(_net(), None, zero(2)), step=3)
 
 
-def _two_boosted(names: Names) -> None:
-    names.update(step=3, booster=Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32")))
-    for model, optimizer in (("generator", "its_optimizer"), ("discriminator", "other_optimizer")):
-        net = _net()
-        names[model], names[optimizer], *_ = names["booster"].boost(net, torch.optim.Adam(net.parameters(), lr=1e-2))
-
-
 def _criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(outputs.float(), targets)
 
@@ -200,8 +191,16 @@ def _in_dcp(names: Names) -> None:
     names["session"].close()
 
 
-def _restored(names: Names) -> None:
-    assert names["restored"] is not None and names["restored"].step == 0
+def _epochs(names: Names) -> None:
+    _training(names)
+    names["train"] = lambda epoch: names.setdefault("epochs", []).append(epoch)
+
+
+def _resumed(names: Names) -> None:
+    """The first run began without a checkpoint, and a second one begins after its three epochs."""
+    assert names["restored"] is None and names["epochs"] == [0, 1, 2]
+    restored = names["session"].checkpoints.load("runs", "auto", lr_schedulers=[names["scheduler"]])
+    assert restored.data_position == {"epoch": 3} and restored.step == 0
     names["session"].close()
 
 
@@ -359,7 +358,6 @@ PAGES: dict[str, list[Block]] = {
     "docs/booster.md": [
         Block("from shardwise.booster import Booster", before=_training, after=_changed),
         Block("booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
-        Block('booster.save_checkpoint("runs/gen', before=_two_boosted, after=_exists("runs/discriminator/step-3")),
         Block("from shardwise import deferred_init", before=_deferred),
     ],
     "docs/shardformer.md": [
@@ -368,7 +366,7 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/checkpoint-format.md": [Block("import json", after=_read_by_itself)],
     "docs/checkpoints.md": [
-        Block("import shardwise", before=_training, after=_restored),
+        Block("import shardwise", before=_epochs, after=_resumed),
         Block("from torchdata", before=_unseen, instead=DATA_RUNS, after=_continues),
         Block(
             "shardwise checkpoint convert runs/step-1000 llama",
@@ -409,7 +407,7 @@ PAGES: dict[str, list[Block]] = {
         Block("import torch", before=_quantized, after=_trained_adapters),
     ],
     "docs/metrics.md": [
-        Block("from shardwise.metrics", before=hybrid_pages.trained, after=hybrid_pages.recorded),
+        Block("from contextlib", before=hybrid_pages.trained, after=hybrid_pages.recorded),
         Block("def print_loss"),
         Block(
             "import lightning.pytorch as pl", before=_lightning, instead=IN_LIGHTNING, after=_exists("lightning.csv")
