@@ -58,9 +58,11 @@ _REGISTERED: dict[str, OpenMedium] = {}
 
 
 def register_medium(name: str, open: OpenMedium) -> Callable[[], None]:
-    """Register a medium for ``DiskPlan(medium=name)``: ``open`` returns it.
+    """Register a medium for ``DiskPlan(medium=name)``. Every rank registers it before the model is sharded.
 
-    Every rank registers it before ``build()``.
+    Args:
+        name: the value of ``medium``.
+        open: ``open(disk_plan, rank)`` returns an empty :class:`Medium`. One process may open several.
 
     Returns:
         A function that undoes the registration; open media stay open.
