@@ -115,8 +115,23 @@ def train_plain(
         batches: ``[step][micro-batch][rank]``.
         recipe: clipping and dtypes; ``None``: no clipping, and the module's dtypes.
 
+    Returns:
+        Losses, gradients, norms and parameters of each step.
+
     Raises:
         ValueError: steps with different numbers of ranks.
+
+    Examples:
+        >>> from shardwise.testing import train_plain
+        >>> batches = [[[torch.ones(2, 8), torch.zeros(2, 8)]]]  # one step, one micro-batch, two ranks
+        >>> expected = train_plain(
+        ...     lambda: torch.nn.Linear(8, 4),
+        ...     lambda model, batch: model(batch).square().mean(),
+        ...     lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     batches,
+        ... )
+        >>> sorted(expected.parameters[0])
+        ['bias', 'weight']
     """
     recipe = recipe or PlainRecipe()
     ranks = {len(micro) for step in batches for micro in step}

@@ -379,6 +379,11 @@ class CPUAdam(_Adam):
     Raises:
         ValueError: a number is out of range.
         DiskError: no file can be created in ``nvme_offload_dir``.
+
+    Examples:
+        >>> from shardwise.nn.optimizer import CPUAdam
+        >>> optimizer = CPUAdam(model.parameters(), lr=1e-3)
+        >>> session = shardwise.shard(model, optimizer, stage=2, offload="host")
     """
 
     def __init__(
@@ -420,12 +425,18 @@ class HybridAdam(CPUAdam):
     """Adam and AdamW for a model with parameters on the host, on GPUs, or on both.
 
     Args:
-        model_params: see :class:`CPUAdam`, as for all other named arguments.
+        model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, nvme_offload_fraction,
+            nvme_offload_dir: as for :class:`CPUAdam`.
         defaults: default options of parameter groups; see :meth:`CPUAdam.add_param_group`.
 
     Raises:
         ValueError: a number is out of range, or an option is not supported.
         TypeError: an option does not exist.
+
+    Examples:
+        >>> from shardwise.nn.optimizer import HybridAdam
+        >>> optimizer = HybridAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+        >>> session = shardwise.shard(model, optimizer, stage=3, offload="host")
     """
 
     def __init__(
@@ -468,6 +479,10 @@ class FusedAdam(_Adam):
     Raises:
         ValueError: a number is out of range.
         RuntimeError: ``amsgrad`` is True.
+
+    Examples:
+        >>> from shardwise.nn.optimizer import FusedAdam
+        >>> session = shardwise.shard(model, FusedAdam(model.parameters(), lr=1e-3), stage=2)
     """
 
     _copied = (*_Adam._copied, "set_grad_none")
