@@ -123,7 +123,16 @@ class DeepSpeedEngine(ModeOfModule):
         return {f"{prefix}{name}": value for name, value in state.items() if name not in left_out}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a full state of the model; see :meth:`ShardedModule.load_state_dict`."""
+        """Load a full state of the model; see :class:`ShardedModule`. Collective.
+
+        Args:
+            state_dict: the full state, the same on every rank.
+            strict: missing and unexpected names are errors.
+            assign: must be False.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as torch returns them.
+        """
         return self.session.module.load_state_dict(state_dict, strict, assign)
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **extra: Any) -> Any:
@@ -176,6 +185,12 @@ class DeepSpeedEngine(ModeOfModule):
 
         The pass's gradients are divided by ``gradient_accumulation_steps``. Exactly one pass must follow.
 
+        Args:
+            loss: a scalar, the mean over the micro-batch.
+
+        Returns:
+            The scaled loss.
+
         Raises:
             RuntimeError: there is no optimizer.
             ValueError: ``loss`` is not a scalar that depends on a parameter.
@@ -222,6 +237,12 @@ class DeepSpeedEngine(ModeOfModule):
         compiled_autograd_enabled: bool = False,
     ) -> None:
         """Compile the model once with ``torch.compile``. Gathers cause graph breaks between modules.
+
+        Args:
+            backend: as for ``torch.compile``.
+            compile_kwargs: further arguments of ``torch.compile``.
+            schedule: must be ``None``.
+            compiled_autograd_enabled: must be False.
 
         Raises:
             NotImplementedError: a ``schedule``, compiled autograd, or tensor parallelism.
@@ -462,6 +483,9 @@ class DeepSpeedEngine(ModeOfModule):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set :meth:`is_gradient_accumulation_boundary` from now on, before the next pass.
 
+        Args:
+            is_boundary: whether the next :meth:`step` updates the parameters.
+
         Raises:
             AssertedError: ``managed_gradient_accumulation`` is false, so every step is a boundary.
         """
@@ -624,6 +648,9 @@ class DeepSpeedEngine(ModeOfModule):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of backward passes per step.
 
+        Args:
+            train_batch_size: samples per step over all ranks.
+
         Raises:
             ValueError: the size is not a multiple of the micro-batch over all ranks.
         """
@@ -634,7 +661,11 @@ class DeepSpeedEngine(ModeOfModule):
         self.session.passes.own_divisor = self._batch.accumulation
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the number of samples per backward pass, and with it :meth:`train_batch_size`."""
+        """Change the number of samples per backward pass, and with it :meth:`train_batch_size`.
+
+        Args:
+            micro_batch_size: samples per backward pass on each rank.
+        """
         integer("micro_batch_size", micro_batch_size, 1, what="a number of samples")
         accumulation = self._batch.accumulation
         self._batch = Batch(micro_batch_size * accumulation * self.dp_world_size, micro_batch_size, accumulation)

@@ -270,6 +270,12 @@ class FullyShardedStrategy(ShardedStrategy):
 
     Raises:
         ValueError: a value is out of range.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from shardwise.lightning import DDPFullyShardedStrategy
+        >>> trainer = pl.Trainer(strategy=DDPFullyShardedStrategy(cpu_offload=True), devices=2, max_steps=2)
+        >>> trainer.fit(module, loader)
     """
 
     # fmt: off
