@@ -425,8 +425,8 @@ class HybridAdam(CPUAdam):
     """Adam and AdamW for a model with parameters on the host, on GPUs, or on both.
 
     Args:
-        model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, nvme_offload_fraction,
-            nvme_offload_dir: as for :class:`CPUAdam`.
+        model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode: as for :class:`CPUAdam`.
+        nvme_offload_fraction, nvme_offload_dir: as for :class:`CPUAdam`.
         defaults: default options of parameter groups; see :meth:`CPUAdam.add_param_group`.
 
     Raises:
