@@ -348,8 +348,8 @@ class Session:
             >>> report = session.memory()
             >>> report.by_tier["device"]["parameters"]
             72
-            >>> shardwise.size_text(report.total_bytes)
-            '576 B'
+            >>> report.total_bytes == report.tier_bytes("device")
+            True
         """
         return self.module.memory()
 

@@ -88,7 +88,7 @@ def initialize(
 
     Examples:
         >>> import shardwise.deepspeed as deepspeed
-        >>> config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+        >>> config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
         >>> config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
         >>> engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config=config)
         >>> loss = engine(inputs.to(engine.device)).square().mean()

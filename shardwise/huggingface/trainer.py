@@ -103,7 +103,7 @@ class ShardwiseTrainer(Trainer):
 
     @property
     def session(self) -> Session | None:
-        """Return the session of the model; ``None`` before training."""
+        """The session of the model; ``None`` before training."""
         result: Session | None = self.accelerator.session_of(self.model)
         return result
 
@@ -239,13 +239,13 @@ def sharded_trainer(base: type[Trainer]) -> type[ShardwiseTrainer]:
     Args:
         base: a class that derives from ``Trainer``.
 
+    Raises:
+        TypeError: ``base`` is not a ``Trainer`` of transformers.
+
     Examples:
         >>> from transformers import Seq2SeqTrainer
         >>> from shardwise.huggingface import sharded_trainer
         >>> ShardedSeq2SeqTrainer = sharded_trainer(Seq2SeqTrainer)
-
-    Raises:
-        TypeError: ``base`` is not a ``Trainer`` of transformers.
     """
     if not (isinstance(base, type) and issubclass(base, Trainer)):
         raise TypeError(f"base={base!r:.80}: give a class that derives from transformers.Trainer")

@@ -548,12 +548,12 @@ class Plan:
             tables: a mapping by part and field, as :meth:`to_dict` returns it, or a short one.
             where: what error messages call it.
 
+        Raises:
+            ValueError: an unknown or missing field, or an invalid value; the message names it and ``where``.
+
         Examples:
             >>> from shardwise.plan import Plan
             >>> plan = Plan.from_dict({"stage": 3, "dtype": "bfloat16", "grad": {"max_norm": 1.0}})
-
-        Raises:
-            ValueError: an unknown or missing field, or an invalid value; the message names it and ``where``.
         """
         entries = dict(as_mapping(where, tables, "a dict of a plan's fields, such as {'stage': 3}"))
         stage, dtype = entries.pop("stage", None), entries.pop("dtype", None)

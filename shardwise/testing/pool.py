@@ -338,8 +338,8 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: object, timeout: flo
     Examples:
         >>> import torch.distributed
         >>> from shardwise.testing import run_ranks
-        >>> run_ranks(2, torch.distributed.get_rank)
-        [0, 1]
+        >>> def test_ranks():
+        ...     assert run_ranks(2, torch.distributed.get_rank) == [0, 1]
     """
     __tracebackhide__ = True
     pool = _POOLS.pop(world_size, None) or RankPool(world_size)
