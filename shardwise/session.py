@@ -86,6 +86,8 @@ class Session:
             model has no pipeline stages.
         checkpoints (Checkpointer): a :class:`Checkpointer`, which saves and loads the full state of the run. All ranks
             write files, which can be loaded with any number of ranks, parallelism, stage, packing, tier and precision.
+        data_rank (int): index of this rank's data.
+        data_ranks (int): number of ranks with different data.
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:

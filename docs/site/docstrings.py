@@ -23,7 +23,9 @@ MADE_BY_SESSIONS = {
     "shardwise.session.Session",
     "shardwise.core.engine.module.ShardedModule",
     "shardwise.core.engine.optimizer.ShardedOptimizer",
+    "shardwise.core.engine.one_parameter.OneParameter",
     "shardwise.core.engine.pipeline_steps.PipelineSteps",
+    "shardwise.core.checkpoint.checkpointer.Checkpointer",
     "shardwise.core.mesh.mesh.Mesh",
 }
 """Classes whose constructors users do not call."""

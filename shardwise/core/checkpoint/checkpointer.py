@@ -81,7 +81,8 @@ class Checkpointer:
             TypeError: ``keep`` or ``step`` is not an integer.
 
         Examples:
-            >>> path = session.checkpoints.save("checkpoints", data_position={"epoch": 2, "batch": 40}, keep=3)
+            >>> position = {"epoch": 2, "batch": 40}
+            >>> path = session.checkpoints.save("checkpoints", data_position=position, keep=3)
         """
         if keep is not None:
             integer("keep", keep, 1, what="how many checkpoints remain (None: all),")
@@ -151,8 +152,7 @@ class Checkpointer:
         rows: Mapping[str, Rows] | None = None,
         check: Check = None,
     ) -> Restored | None:
-        """Restore a checkpoint at any number of ranks, tensor and pipeline parallel size, stage, packing, tier and
-        precision.
+        """Restore a checkpoint with any number of ranks, parallelism, stage, packing, tier and precision.
 
         Args:
             root: a directory of checkpoints, or one checkpoint, in this format or another one that ``open_checkpoint``

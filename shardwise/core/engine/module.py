@@ -185,7 +185,7 @@ class ShardedModule(TransparentModule):
 
         Examples:
             >>> state = session.module.state_dict(only_rank_0=True)
-            >>> if session.mesh.rank == 0:
+            >>> if state:  # empty on other ranks
             ...     torch.save(state, "model.pt")
         """
         if keep_vars:

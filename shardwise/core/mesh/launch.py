@@ -133,7 +133,7 @@ def init_distributed(
         device: device of this rank. Default: a GPU if every rank has its own, otherwise the CPU. A CUDA device without
             an index means the rank's own GPU.
         backend: backend of the default process group. Default: ``"gloo"`` on CPU, ``"nccl"`` on CUDA.
-        timeout: how long a rank waits for the other ranks.
+        timeout: how long a rank waits for the other ranks; 5 minutes by default.
 
     Returns:
         This rank's device, for its batches and its model.
