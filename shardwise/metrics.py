@@ -146,7 +146,12 @@ class Metrics:
 
 
 def require_package(package: str, name: str) -> None:
-    """Raise ``ModuleNotFoundError`` if ``package``, which ``name`` needs, is not installed."""
+    """Raise ``ModuleNotFoundError`` if ``package``, which ``name`` needs, is not installed.
+
+    Args:
+        package: name of the package for ``import``.
+        name: what needs it, for the message.
+    """
     if find_spec(package) is None:
         raise ModuleNotFoundError(
             f"{name} needs the package {package!r}, which is not installed: pip install {package}, or write CSV, which "

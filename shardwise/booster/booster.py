@@ -297,6 +297,11 @@ class Booster:
         Collective: every rank calls it, and rank 0 writes ``adapter_config.json`` and ``adapter_model.bin`` (or
         ``.safetensors``) into the directory ``checkpoint``. Base weights are not read.
 
+        Args:
+            model: the boosted model with an adapter.
+            checkpoint: the directory.
+            use_safetensors: write ``adapter_model.safetensors`` instead of ``adapter_model.bin``.
+
         Raises:
             ValueError: the model has no adapter.
             CheckpointError: rank 0 could not write (raised on every rank); earlier files are unchanged.
@@ -455,6 +460,10 @@ class Booster:
 
         The file is a torch file if the path ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise JSON.
 
+        Args:
+            lr_scheduler: the scheduler that ``boost`` returned.
+            checkpoint: the file.
+
         Raises:
             ValueError: the path has another suffix.
             CheckpointError: rank 0 could not write (raised on every rank); an earlier file is unchanged.
@@ -466,6 +475,10 @@ class Booster:
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Load a file of ``save_lr_scheduler`` (or a torch file of a scheduler's state). Collective.
+
+        Args:
+            lr_scheduler: the scheduler that ``boost`` returned.
+            checkpoint: the file.
 
         Raises:
             FileNotFoundError: there is no file.

@@ -114,7 +114,14 @@ class DeepSpeedEngine(ModeOfModule):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return :meth:`state_dict`, optionally without parameters that do not require gradients. Collective."""
+        """Return :meth:`state_dict`, optionally without parameters that do not require gradients. Collective.
+
+        Args:
+            destination: entries are added to it.
+            prefix: put before every name.
+            keep_vars: must be False, since there are no full parameters.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
+        """
         if destination is not None or keep_vars:
             raise NotImplementedError(f"{destination=}, {keep_vars=} is not available: leave them out")
         state = self.state_dict()
@@ -138,6 +145,14 @@ class DeepSpeedEngine(ModeOfModule):
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **extra: Any) -> Any:
         """Load the entry ``module`` of a checkpoint, or a model's state itself, with :meth:`load_state_dict`.
 
+        Args:
+            checkpoint: the checkpoint or the state, the same on every rank.
+            strict: missing and unexpected names are errors.
+            extra: other arguments of DeepSpeed, which are errors.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as torch returns them.
+
         Raises:
             NotImplementedError: ``custom_load_fn`` and similar arguments.
         """
@@ -150,7 +165,15 @@ class DeepSpeedEngine(ModeOfModule):
     # ---- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on this rank's micro-batch."""
+        """Run the model on this rank's micro-batch.
+
+        Args:
+            args: arguments of the model.
+            kwargs: keyword arguments of the model.
+
+        Returns:
+            The model's outputs.
+        """
         scaled_passes(self.session)
         with self._autocast():
             return self.session.module(*args, **kwargs)
@@ -322,6 +345,9 @@ class DeepSpeedEngine(ModeOfModule):
             save_latest: write the tag into ``save_dir/latest``.
             exclude_frozen_parameters: leave out parameters that do not require gradients; loading keeps the model's.
 
+        Returns:
+            True.
+
         Raises:
             CheckpointError: a rank could not write (raised on every rank). Earlier checkpoints stay, but one of
                 the same tag may have been replaced in other ``mp_rank`` directories, which loading reports.
@@ -387,6 +413,11 @@ class DeepSpeedEngine(ModeOfModule):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's state in its compute dtype as one torch file. Collective.
+
+        Args:
+            save_dir: the directory, which is created.
+            save_filename: the name of the file.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
 
         Returns:
             False, without writing, at stage 3 without ``stage3_gather_16bit_weights_on_model_save``.
@@ -464,6 +495,9 @@ class DeepSpeedEngine(ModeOfModule):
         """Drop gradients at stages 0 and 1. Stages 2 and 3 keep gradients, as in DeepSpeed.
 
         The count of passes does not change, except after a failed pass, where the step starts again.
+
+        Args:
+            set_to_none: no effect: gradients are dropped.
         """
         self.session.passes.recover(dropping=True)
         if self.settings.stage < 2:
@@ -706,7 +740,11 @@ class DeepSpeedEngine(ModeOfModule):
             self.session.drop_gathered()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Undo :meth:`offload_states`."""
+        """Undo :meth:`offload_states`.
+
+        Args:
+            non_blocking: no effect.
+        """
         self.session.reload_states()
 
     @property

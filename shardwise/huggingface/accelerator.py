@@ -199,7 +199,16 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard ``model`` without an optimizer. With ``evaluation_mode`` the model stays unsharded on every rank."""
+        """Shard ``model`` without an optimizer. With ``evaluation_mode`` the model stays unsharded on every rank.
+
+        Args:
+            model: a plain module.
+            device_placement: no effect: the plan defines the device.
+            evaluation_mode: keep the model unsharded.
+
+        Returns:
+            The prepared model.
+        """
         session = self.session_of(model)
         if session is not None:
             return self._adopt_again(session)
@@ -218,6 +227,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Return the sharded optimizer.
 
+        Args:
+            optimizer: an optimizer that was prepared with its model.
+            device_placement: no effect.
+
         Raises:
             ValueError: the optimizer was not prepared together with its model.
         """
@@ -229,7 +242,14 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
-        """Prepare a scheduler as accelerate does, for the original optimizer or the prepared one."""
+        """Prepare a scheduler as accelerate does, for the original optimizer or the prepared one.
+
+        Args:
+            scheduler: a scheduler of torch.
+
+        Returns:
+            The prepared scheduler.
+        """
         if not getattr(scheduler, "_is_accelerate_prepared", False):
             for each in self._optimizers:
                 layers = (each, each.optimizer, getattr(each.optimizer, "optimizer", None))
@@ -295,7 +315,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a context without reductions of gradients. It has no effect unless the plan keeps full gradients."""
+        """Return a context without reductions of gradients. It has no effect unless the plan keeps full gradients.
+
+        Args:
+            model: a prepared model.
+        """
         session = self.session_of(model)
         with session.no_sync() if session is not None and session.plan.shard.reduce == "last" else nullcontext():
             yield
@@ -411,7 +435,13 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # ---- models and state
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the original module, which is still sharded. Use :meth:`get_state_dict` for its values."""
+        """Return the original module, which is still sharded. Use :meth:`get_state_dict` for its values.
+
+        Args:
+            model: a prepared model.
+            args: further arguments of accelerate.
+            kwargs: further arguments of accelerate.
+        """
         if isinstance(model, ShardedModule):
             model = model.unwrap()
         plain: nn.Module = super().unwrap_model(model, *args, **kwargs)
@@ -516,6 +546,12 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Later states do not contain the other models. Their memory is freed with the last reference to model and
         optimizer; until then they work, and may be prepared again.
+
+        Args:
+            objects: models and other objects.
+
+        Returns:
+            ``None`` for each object, as accelerate returns it.
         """
         for each in objects:
             session = self.session_of(each) if isinstance(each, nn.Module) else None

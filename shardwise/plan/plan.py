@@ -577,6 +577,9 @@ class Plan:
         Args:
             path: a ``.toml`` or ``.json`` file.
 
+        Returns:
+            The plan.
+
         Raises:
             OSError: the file cannot be read.
             ValueError: the file does not contain a valid plan; the message has the file, the field and the error.

@@ -57,11 +57,19 @@ class PlainRecipe:
     tokens: Callable[[Any], float] | None = None
 
     def weight(self, batch: Any) -> float:
-        """Return the factor of the loss of ``batch``."""
+        """Return the factor of the loss of ``batch``.
+
+        Args:
+            batch: a rank's batch.
+        """
         return self.tokens(batch) if self.tokens is not None else 1.0
 
     def divisor(self, step: Sequence[Sequence[Any]]) -> float:
-        """Return the divisor of the mean over ranks of the sum over micro-batches."""
+        """Return the divisor of the mean over ranks of the sum over micro-batches.
+
+        Args:
+            step: ``[micro-batch][rank]``.
+        """
         if self.tokens is not None:
             return sum(self.tokens(batch) for micro in step for batch in micro) / len(step[0])
         return float(len(step)) if self.mean_over_micro_batches else 1.0

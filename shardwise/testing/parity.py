@@ -34,7 +34,11 @@ class Difference:
     expected: float
 
     def within(self, rtol: float) -> bool:
-        """Return True if the error is at most ``rtol``; False for NaN."""
+        """Return True if the error is at most ``rtol``; False for NaN.
+
+        Args:
+            rtol: the largest error.
+        """
         return self.error <= rtol
 
     def __str__(self) -> str:

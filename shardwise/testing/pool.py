@@ -150,6 +150,9 @@ class RankPool:
             args: arguments of ``fn``, which must be picklable. Every rank gets its own copy, also of tensors.
             timeout: seconds after which ranks that have not finished are killed.
 
+        Returns:
+            The results, by rank.
+
         Raises:
             RankError: a rank raised, died, or did not finish in time.
             ValueError: ``fn`` cannot be found by name, or ``timeout`` is not positive.
@@ -330,6 +333,9 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: object, timeout: flo
         fn: a function at the top level of a module.
         args: arguments of ``fn``, which must be picklable.
         timeout: seconds after which ranks that have not finished are killed.
+
+    Returns:
+        The results, by rank.
 
     Raises:
         RankError: a rank raised, died, or did not finish in time.

@@ -506,7 +506,11 @@ class FusedAdam(_Adam):
         self.set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``."""
+        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``.
+
+        Args:
+            set_to_none: None or zero; ``None`` is the constructor's ``set_grad_none``.
+        """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(
@@ -519,6 +523,14 @@ class FusedAdam(_Adam):
         div_scale: float = -1,
     ) -> Any:
         """Update every parameter that has a gradient, as :meth:`CPUAdam.step`.
+
+        Args:
+            closure: recomputes the loss and returns it; run with gradients enabled.
+            grads, output_params, scale, grad_norms: must be ``None``.
+            div_scale: as for :class:`CPUAdam`.
+
+        Returns:
+            The result of ``closure``.
 
         Raises:
             RuntimeError: ``grads``, ``output_params``, ``scale`` or ``grad_norms`` is given; they exist only for this

@@ -190,12 +190,23 @@ class FusedLAMB(WholeTensorOptimizer):
         return f"max_grad_norm={max(norms)} needs all gradients: give 0 here, and clip with the front-end" * any(norms)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``."""
+        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``.
+
+        Args:
+            set_to_none: None or zero; ``None`` is the constructor's ``set_grad_none``.
+        """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient, and return the result of ``closure``, which runs first."""
+        """Update every parameter that has a gradient, and return the result of ``closure``, which runs first.
+
+        Args:
+            closure: recomputes the loss and returns it.
+
+        Returns:
+            The result of ``closure``.
+        """
         if closure is None:
             most = self.param_groups[0]["max_grad_norm"]
             norms = [as_computed(grad).norm(2).double() for _, _, grad in self._live()] if most else []

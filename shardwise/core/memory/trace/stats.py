@@ -146,6 +146,12 @@ class MemStats:
     def from_json(cls, text: str) -> MemStats:
         """Parse the result of :meth:`to_json`.
 
+        Args:
+            text: the line of JSON.
+
+        Returns:
+            The trace.
+
         Raises:
             ValueError: ``text`` has another format, or a later version; the message says what is wrong.
         """

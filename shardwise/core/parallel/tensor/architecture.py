@@ -201,6 +201,9 @@ def propose_architecture(model: nn.Module) -> Architecture:
     Args:
         model: a transformers model, unsharded.
 
+    Returns:
+        The rules, for ``TensorPlan(architecture=...)``.
+
     Raises:
         ValueError: the model has no plan, or its plan has an entry that no rule covers.
     """
