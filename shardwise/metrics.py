@@ -40,8 +40,9 @@ class Metrics:
         peak_flops: operations per second of the device in the dtype of the model, for ``mfu``.
 
     Attributes:
-        steps, skipped_steps: numbers of steps so far; a skipped step had gradients that were not finite.
-        flops: operations of one step on this rank, after a step with :meth:`count_flops`; 0 before.
+        steps (int): number of steps so far.
+        skipped_steps (int): number of steps that were skipped, because gradients were not finite.
+        flops (int): operations of one step on this rank, after a step with :meth:`count_flops`; 0 before.
 
     Raises:
         ValueError: the session has no optimizer.

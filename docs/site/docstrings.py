@@ -27,9 +27,14 @@ MADE_BY_SESSIONS = {
     "shardwise.core.engine.pipeline_steps.PipelineSteps",
     "shardwise.core.checkpoint.checkpointer.Checkpointer",
     "shardwise.core.mesh.mesh.Mesh",
+    "shardwise.deepspeed.engine.DeepSpeedEngine",
 }
 """Classes whose constructors users do not call."""
-WITH_ATTRIBUTES = {"shardwise.session.Session", "shardwise.core.mesh.mesh.Mesh"}
+WITH_ATTRIBUTES = {
+    "shardwise.session.Session",
+    "shardwise.core.mesh.mesh.Mesh",
+    "shardwise.deepspeed.engine.DeepSpeedEngine",
+}
 """Those of them whose attributes users read."""
 
 COMPOSED = ("shardwise.booster.plugin.", "shardwise.strategies.")

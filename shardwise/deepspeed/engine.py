@@ -53,21 +53,23 @@ class DeepSpeedEngine(ModeOfModule):
     """A sharded model with its optimizer and scheduler, which step every ``gradient_accumulation_steps`` passes.
 
     Attributes:
-        module: the original model, which is sharded in place and can be called directly. Its ``state_dict()`` has this
-            rank's parameters in the compute dtype at stages 0 to 2, and raises an error at stage 3.
-        optimizer: the sharded optimizer, or ``None``.
-        lr_scheduler: the scheduler. It steps after every update, but not after a step skipped because of an overflow.
-        session: the session (plan, memory, traffic).
-        report: lists the keys of the configuration that are used or ignored.
-        global_steps: number of steps, including skipped ones.
-        micro_steps: number of calls of :meth:`step`.
-        global_samples: number of samples in the backward passes of these steps, over all ranks. With
+        module (nn.Module): the original model, which is sharded in place and can be called directly. Its
+            ``state_dict()`` has this rank's parameters in the compute dtype at stages 0 to 2, and raises an error at
+            stage 3.
+        optimizer (Any): the sharded optimizer, or ``None``.
+        lr_scheduler (Any): the scheduler, or ``None``. It steps after every update, but not after a step skipped
+            because of an overflow.
+        session (Session): the :class:`Session` of the model (plan, memory, traffic).
+        report (Report): lists the keys of the configuration that are used or ignored.
+        global_steps (int): number of steps, including skipped ones.
+        micro_steps (int): number of calls of :meth:`step`.
+        global_samples (int): number of samples in the backward passes of these steps, over all ranks. With
             ``managed_gradient_accumulation=false`` a pass with ``retain_graph=True`` is not counted, because another
             pass over the same samples follows.
-        skipped_steps: number of steps without an update because a gradient was not finite.
-        monitor: writes the metrics of each step.
-        training_dataloader: the data loader of ``training_data``.
-        is_compiled: whether :meth:`compile` was called.
+        skipped_steps (int): number of steps without an update because a gradient was not finite.
+        monitor (Any): writes the metrics of each step.
+        training_dataloader (DataLoader | None): the data loader of ``training_data``; ``None`` without it.
+        is_compiled (bool): whether :meth:`compile` was called.
     """
 
     tput_timer = ThroughputTimer()

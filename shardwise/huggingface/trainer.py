@@ -206,7 +206,7 @@ class MetricsCallback(TrainerCallback):
         peak_flops: operations per second of the device in the dtype of the model, for ``mfu``.
 
     Attributes:
-        metrics: the metrics of the run.
+        metrics (Metrics): the metrics of the run, from its first step on.
     """
 
     def __init__(self, *writers: Writer, peak_flops: float | None = None) -> None:
