@@ -365,7 +365,7 @@ class Booster:
 
         Args:
             model: a boosted model.
-            checkpoint: a file, a directory, or an index; any format of docs/checkpoints.md. Torch files are read with
+            checkpoint: a file, a directory, or an index; any format of :func:`open_checkpoint`. Torch files are read with
                 ``weights_only=True``.
             strict: missing and unexpected names are errors. False loads what fits, and warns (rank 0) if no name fits.
                 Different shapes are always errors.
