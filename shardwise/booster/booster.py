@@ -365,8 +365,8 @@ class Booster:
 
         Args:
             model: a boosted model.
-            checkpoint: a file, a directory, or an index; any format of :func:`open_checkpoint`. Torch files are read with
-                ``weights_only=True``.
+            checkpoint: a file, a directory, or an index; any format of :func:`open_checkpoint`. Torch files are read
+                with ``weights_only=True``.
             strict: missing and unexpected names are errors. False loads what fits, and warns (rank 0) if no name fits.
                 Different shapes are always errors.
             low_cpu_mem_mode: no effect (False warns): each rank reads only what it needs, directly into its shards.

@@ -34,7 +34,7 @@ from shardwise.core.update.tiles import has_pre_hooks, run_post_hooks, run_pre_h
 
 # See [Note: The order of an update] and [Note: Updates during backward].
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
+    """Wraps the original optimizer; ``param_groups``, ``defaults`` and ``state`` are that optimizer's own objects.
 
     ``step`` averages the gradients over the data-parallel ranks, unscales and clips them, applies them and drops them.
     See [Note: A step uses gradients up].
@@ -84,6 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._settings = self._compared_settings()
         self._watches_loss = any(not chunk.resident for chunk in shards.chunks)
         self.skipped_because: str | None = None
+        """Why the last step was skipped; ``None`` if it was not."""
         self.steps_ended = 0
         if self.scales_losses:
             grads.passes.scaled = True
