@@ -40,11 +40,21 @@ class Metrics:
         peak_flops: operations per second of the device in the dtype of the model, for ``mfu``.
 
     Attributes:
-        steps, skipped_steps: numbers of steps so far; a skipped step had gradients that were not finite.
-        flops: operations of one step on this rank, after a step with :meth:`count_flops`; 0 before.
+        steps (int): number of steps so far.
+        skipped_steps (int): number of steps that were skipped, because gradients were not finite.
+        flops (int): operations of one step on this rank, after a step with :meth:`count_flops`; 0 before.
 
     Raises:
         ValueError: the session has no optimizer.
+
+    Examples:
+        >>> from shardwise.metrics import Metrics, csv_file
+        >>> metrics = Metrics(session, csv_file("metrics.csv"))
+        >>> session.backward(loss)
+        >>> session.optimizer.step()
+        >>> values = metrics.step(loss, tokens=4096)
+        >>> sorted(values)[:3]
+        ['device_bytes', 'disk_bytes', 'grad_norm']
     """
 
     def __init__(
@@ -67,6 +77,10 @@ class Metrics:
 
         Several blocks in one step add up. Matrix products, convolutions and attention count, and also what activation
         checkpointing repeats.
+
+        Examples:
+            >>> with metrics.count_flops():
+            ...     session.backward(session.module(inputs).square().mean())
         """
         with FlopCounterMode(display=False) as counter:
             yield
@@ -80,13 +94,17 @@ class Metrics:
             tokens: number of tokens of the step, over all ranks.
 
         Returns:
-            The result of :meth:`record`.
+            The result of :meth:`record`, or an empty dict.
         """
         self.count(tokens)
         return {} if self._new < self._every else self.record(loss)
 
     def count(self, tokens: int = 0) -> None:
-        """Count a step without a record."""
+        """Count a step without a record.
+
+        Args:
+            tokens: number of tokens of the step, over all ranks.
+        """
         self.steps, self._new, self._tokens = self.steps + 1, self._new + 1, self._tokens + tokens
         self.skipped_steps += self._optimizer.last_step_skipped
         self.flops, self._flops = self._flops or self.flops, 0
@@ -130,7 +148,12 @@ class Metrics:
 
 
 def require_package(package: str, name: str) -> None:
-    """Raise ``ModuleNotFoundError`` if ``package``, which ``name`` needs, is not installed."""
+    """Raise ``ModuleNotFoundError`` if ``package``, which ``name`` needs, is not installed.
+
+    Args:
+        package: name of the package for ``import``.
+        name: what needs it, for the message.
+    """
     if find_spec(package) is None:
         raise ModuleNotFoundError(
             f"{name} needs the package {package!r}, which is not installed: pip install {package}, or write CSV, which "
@@ -140,7 +163,18 @@ def require_package(package: str, name: str) -> None:
 
 
 def csv_file(path: str | os.PathLike[str]) -> Writer:
-    """Append rows to a CSV file, whose directory is created. Its columns are those of its first row."""
+    """Append rows to a CSV file, whose directory is created. Its columns are those of its first row.
+
+    Args:
+        path: the file.
+
+    Returns:
+        A writer for :class:`Metrics`.
+
+    Examples:
+        >>> from shardwise.metrics import Metrics, csv_file
+        >>> metrics = Metrics(session, csv_file("metrics.csv"), every=10)
+    """
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
     def write(step: int, values: Mapping[str, float]) -> None:
@@ -156,7 +190,18 @@ def csv_file(path: str | os.PathLike[str]) -> Writer:
 
 
 def json_lines(path: str | os.PathLike[str]) -> Writer:
-    """Append JSON objects to a file, one per line, and create its directory. ``null``: a number that is not finite."""
+    """Append JSON objects to a file, one per line, and create its directory. ``null``: a number that is not finite.
+
+    Args:
+        path: the file.
+
+    Returns:
+        A writer for :class:`Metrics`.
+
+    Examples:
+        >>> from shardwise.metrics import Metrics, json_lines
+        >>> metrics = Metrics(session, json_lines("metrics.jsonl"), every=10)
+    """
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
     def write(step: int, values: Mapping[str, float]) -> None:
@@ -168,7 +213,17 @@ def json_lines(path: str | os.PathLike[str]) -> Writer:
 
 
 def tensorboard(folder: str | os.PathLike[str]) -> Writer:
-    """Write event files of TensorBoard to ``folder``."""
+    """Write event files of TensorBoard.
+
+    Args:
+        folder: the directory of the event files.
+
+    Returns:
+        A writer for :class:`Metrics`.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
     require_package("tensorboard", "tensorboard()")
     opened: Any = cache(lambda: import_module("torch.utils.tensorboard").SummaryWriter(log_dir=os.fspath(folder)))
 
@@ -181,14 +236,34 @@ def tensorboard(folder: str | os.PathLike[str]) -> Writer:
 
 
 def wandb(**options: Any) -> Writer:
-    """Log to a run of Weights & Biases; ``options`` are those of ``wandb.init``."""
+    """Log to a run of Weights & Biases.
+
+    Args:
+        options: arguments of ``wandb.init``.
+
+    Returns:
+        A writer for :class:`Metrics`.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
     require_package("wandb", "wandb()")
     run: Any = cache(lambda: import_module("wandb").init(**options))
     return lambda step, values: run().log(dict(values), step=step)
 
 
 def mlflow(**options: Any) -> Writer:
-    """Log to a run of MLflow; ``options`` are those of ``mlflow.start_run``."""
+    """Log to a run of MLflow.
+
+    Args:
+        options: arguments of ``mlflow.start_run``.
+
+    Returns:
+        A writer for :class:`Metrics`.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
     require_package("mlflow", "mlflow()")
     run: Any = cache(lambda: import_module("mlflow").start_run(**options))
     return lambda step, values: import_module("mlflow").log_metrics(dict(values), step, run_id=run().info.run_id)

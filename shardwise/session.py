@@ -75,16 +75,19 @@ class Session:
     """One sharded model with its optimizers.
 
     Attributes:
-        module: the sharded model, a :class:`ShardedModule`; call it instead of the original model.
-        model: the original model, whose parameters are sharded. It can be called, too, and keeps its methods.
-        optimizer: the first :class:`ShardedOptimizer`, or ``None``.
-        optimizers: all sharded optimizers.
-        plan: the :class:`Plan` of the build.
-        mesh: the :class:`Mesh` of the build.
-        pipeline: a :class:`PipelineSteps`, which runs the passes of a step, if the model has pipeline stages; otherwise
-            ``None``.
-        checkpoints: a :class:`Checkpointer`, which saves and loads the full state of the run. All ranks write files,
-            which can be loaded with any number of ranks, parallelism, stage, packing, tier and precision.
+        module (ShardedModule): the sharded model, a :class:`ShardedModule`; call it instead of the original model.
+        model (nn.Module): the original model, whose parameters are sharded. It can be called, too, and keeps its
+            methods.
+        optimizer (ShardedOptimizer | None): the first :class:`ShardedOptimizer`; ``None`` if no optimizer was given.
+        optimizers (tuple[ShardedOptimizer, ...]): all sharded optimizers, in the order in which they were given.
+        plan (Plan): the :class:`Plan` of the build.
+        mesh (Mesh): the :class:`Mesh` of the build, with this rank's groups and its ``device``.
+        pipeline (PipelineSteps | None): a :class:`PipelineSteps`, which runs the passes of a step; ``None`` if the
+            model has no pipeline stages.
+        checkpoints (Checkpointer): a :class:`Checkpointer`, which saves and loads the full state of the run. All ranks
+            write files, which can be loaded with any number of ranks, parallelism, stage, packing, tier and precision.
+        data_rank (int): index of this rank's data.
+        data_ranks (int): number of ranks with different data.
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -114,6 +117,15 @@ class Session:
         Raises:
             ValueError: ``tokens`` is given under another average than ``"tokens"``, or missing under that.
             RuntimeError: the model has pipeline stages, or the session is closed.
+
+        Examples:
+            Accumulate the gradients of several micro-batches:
+
+            >>> for batch in micro_batches:
+            ...     loss = session.module(batch).square().mean()
+            ...     session.backward(loss / len(micro_batches))
+            >>> session.optimizer.step()
+            >>> session.optimizer.zero_grad()
         """
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens, retain_graph)
@@ -207,6 +219,11 @@ class Session:
 
         Raises:
             RuntimeError: the plan does not keep gradients (``update="backward"``), or the session is closed.
+
+        Examples:
+            >>> session.backward(loss)
+            >>> session.full_gradients()["weight"].shape
+            torch.Size([4, 8])
         """
         self._engine.guards.check_open("full_gradients()")
         if self.plan.grad.update == "backward":
@@ -238,7 +255,17 @@ class Session:
     def one(self, param: nn.Parameter) -> OneParameter | None:
         """Return access to value, gradient and optimizer state of one parameter.
 
-        Return ``None`` if the parameter belongs to another model.
+        Args:
+            param: a parameter of :attr:`model`. Access it as an attribute, or by ``model.named_parameters()``.
+
+        Returns:
+            The access; ``None`` if the parameter belongs to another model.
+
+        Examples:
+            >>> weight = session.one(session.model.weight)
+            >>> weight.value().shape
+            torch.Size([4, 8])
+            >>> weight.set_value(torch.zeros(4, 8))
         """
         places = self._places([param])
         return OneParameter(self.values, self._engine.grads, self.optimizers, places[0]) if places else None
@@ -254,11 +281,15 @@ class Session:
 
         Args:
             params: parameters to gather. Parameters of other models are ignored.
-            write_back: see :meth:`ShardedModule.gathered`.
+            write_back: keep changes of the parameters inside, each rank its own part of them.
 
         Raises:
             ValueError: ranks have different ``params`` and the model is not resident (raised on every rank). A rank
                 without any parameter of the model does not take part, and the others wait for it.
+
+        Examples:
+            >>> with session.gathered([session.model.weight]):
+            ...     norm = session.model.weight.norm().item()
         """
         return self.values.gathered(write_back, self._places(params))
 
@@ -280,6 +311,9 @@ class Session:
 
         Parameters with fp32 masters get the values of the masters. The optimizer's state stays sharded, so create a
         new optimizer.
+
+        Raises:
+            NotImplementedError: the model has pipeline stages.
         """
         if self._engine.guards.unsharded:
             return
@@ -307,7 +341,18 @@ class Session:
     # ---- memory and traffic
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of model data on this rank."""
+        """Return the bytes of model data on this rank.
+
+        Returns:
+            Bytes by kind, and by tier: device, host memory and disk. Activations are not model data.
+
+        Examples:
+            >>> report = session.memory()
+            >>> report.by_tier["device"]["parameters"]
+            72
+            >>> report.total_bytes == report.tier_bytes("device")
+            True
+        """
         return self.module.memory()
 
     def describe(self) -> str:
@@ -316,14 +361,18 @@ class Session:
         It has one line for all chunks with equal placement. ``bytes`` counts this rank's parameters: its shards, and
         unsharded arrays of chunks that stay resident. The table describes the build: state that a later step moves
         (``auto``, :meth:`offload_states`) is counted by :meth:`memory`.
+
+        Returns:
+            The text of the table, for ``print``.
         """
         return describe(self._engine.shards.storage.placement, self._engine.shards.layout)
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, by kind of operation, over all axes.
 
-        ``disk_read`` and ``disk_write`` are the bytes that were transferred to and from a disk. Each record is rounded
-        up to 4096 bytes.
+        Returns:
+            Bytes by operation, such as ``"all_gather"`` and ``"reduce_scatter"``. ``"disk_read"`` and ``"disk_write"``
+            are the bytes that were transferred to and from a disk, where each record is rounded up to 4096 bytes.
         """
         store = self._shards.storage.store
         read, written = (0, 0) if store is None else (store.bytes_read, store.bytes_written)
@@ -338,7 +387,8 @@ class Session:
     def memory_stats(self) -> MemStats | None:
         """Return the memory trace of the last training step.
 
-        Return ``None`` before the first step, or without a device capacity.
+        Returns:
+            The trace; ``None`` before the first step, or without a limit of device memory (``device_memory``).
         """
         return self.module.memory_stats()
 
@@ -379,6 +429,9 @@ class Session:
 
         Call :meth:`ShardedModule.state_dict` first if you need the values. Without ``close()``, the last reference to
         session, model and optimizers frees the resources.
+
+        Raises:
+            CheckpointError: an asynchronous save failed; everything is closed.
         """
         try:
             self.checkpoints.close()
@@ -403,11 +456,14 @@ def build(
         optimizer: one optimizer, several (each parameter in at most one), or ``None``. Their ``param_groups`` keep the
             model's parameters. Their ``zero_grad``, ``state_dict`` and ``load_state_dict`` are redirected to the
             session's optimizers; their ``step`` and ``add_param_group`` raise an error.
-        plan: see :mod:`shardwise.plan`.
+        plan: a :class:`Plan`, such as ``zero(3)`` of ``shardwise.plan``.
         mesh: device mesh; by default it is made from ``plan.mesh`` over all ranks.
         device: device of the parameters, if no mesh is given; by default this rank's GPU if every rank has one. It
             need not be the current device.
         names: for integrations: what error messages call the sharded objects.
+
+    Returns:
+        The :class:`Session` of the model.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -420,6 +476,10 @@ def build(
     After an error, hooks, files and process groups are removed, and optimizers have their ``step``, parameters and
     state again. The model keeps its values, unless the error came while values were being moved (a disk failed, a rank
     died, memory ran out, or Ctrl-C was pressed twice); then a note of the error says so.
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> session = shardwise.build(model, optimizer, zero(2, torch.bfloat16).but(max_norm=1.0))
     """
     optimizers = _optimizers_of(model, optimizer)
     if not isinstance(plan, Plan):
@@ -483,7 +543,7 @@ def _optimizers_of(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of :func:`shard`.
+    """The settings of :func:`shard`, which takes them as keyword arguments or as the plan that they make.
 
     Attributes:
         stage: the ZeRO stage. 0 shards nothing; 1 shards masters and optimizer state; 2 also gradients; 3 also
@@ -511,6 +571,10 @@ class Settings:
     Raises:
         ValueError: a value is out of range, or two settings exclude each other.
         TypeError: ``offload`` is neither a string nor a path, or ``reshard_after_forward`` is not a mapping.
+
+    Examples:
+        >>> plan = shardwise.Settings(stage=2, precision="bf16", max_norm=1.0).plan()
+        >>> session = shardwise.shard(model, optimizer, plan.but(overlap=False))
     """
 
     stage: int = 3
@@ -633,13 +697,17 @@ def shard(
         device: device of the parameters; by default this rank's GPU if every rank has one.
         settings: fields of :class:`Settings`, such as ``stage=3, precision="bf16", tp=2``.
 
+    Returns:
+        The :class:`Session` of the model.
+
     Raises:
         TypeError: unknown setting, or an argument of the wrong type.
         OSError: the plan's file cannot be read.
-        ValueError: a plan and settings are given, or an error of :class:`Settings`, :meth:`shardwise.plan.Plan.load` or
-            :func:`shardwise.session.build`.
+        ValueError: a plan and settings are given, or an error of :class:`Settings`, ``Plan.load`` or
+            :func:`build`.
 
     Examples:
+        >>> import shardwise, torch
         >>> device = shardwise.init_distributed()
         >>> model = torch.nn.Linear(8, 4)
         >>> session = shardwise.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=3)

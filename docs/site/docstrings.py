@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 from dataclasses import is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,18 @@ MADE_BY_SESSIONS = {
     "shardwise.session.Session",
     "shardwise.core.engine.module.ShardedModule",
     "shardwise.core.engine.optimizer.ShardedOptimizer",
+    "shardwise.core.engine.one_parameter.OneParameter",
     "shardwise.core.engine.pipeline_steps.PipelineSteps",
+    "shardwise.core.checkpoint.checkpointer.Checkpointer",
     "shardwise.core.mesh.mesh.Mesh",
+    "shardwise.deepspeed.engine.DeepSpeedEngine",
 }
 """Classes whose constructors users do not call."""
-WITH_ATTRIBUTES = {"shardwise.session.Session", "shardwise.core.mesh.mesh.Mesh"}
+WITH_ATTRIBUTES = {
+    "shardwise.session.Session",
+    "shardwise.core.mesh.mesh.Mesh",
+    "shardwise.deepspeed.engine.DeepSpeedEngine",
+}
 """Those of them whose attributes users read."""
 
 COMPOSED = ("shardwise.booster.plugin.", "shardwise.strategies.")
@@ -50,16 +57,20 @@ def documented() -> dict[str, str]:
     return paths
 
 
-def _link(role: re.Match[str]) -> str:
+def _link(role: re.Match[str], owner: griffe.Object | None) -> str:
     name = role[1].rpartition(".")[2]
+    if owner is not None and owner.is_class and role[1] in owner.members:  # not every member is on a page
+        return f'<autoref optional identifier="{owner.path}.{name}"><code>{name}</code></autoref>'
     path = documented().get(name, "")
     full = role[1].startswith("~shardwise") or role[1] == name
     return f"[`{name}`][{path}]" if path and full else f"`{role[1].lstrip('~')}`"
 
 
-def plain(text: str) -> str:
-    """References to names are links where the reference documents them; those to notes in the code are left out."""
-    return re.sub(r":\w+:`([^`]+)`", _link, re.sub(r"\s*(?:See )?\[Note: [^\]]*\]\.?", "", text))
+def plain(text: str, owner: griffe.Object | None) -> str:
+    """References to names, also to members of the class ``owner``, are links where the reference documents them; those
+    to notes in the code are left out.
+    """
+    return re.sub(r":\w+:`([^`]+)`", partial(_link, owner=owner), re.sub(r"\s*(?:See )?\[Note: [^\]]*\]\.?", "", text))
 
 
 def apart(text: str) -> str:
@@ -96,4 +107,4 @@ class Docstrings(griffe.Extension):
                     each.annotation = None  # such as Unpack[ShardArguments], with {} as the default
         if obj.is_class and obj.path.startswith(COMPOSED):
             text = _composed(obj.path)
-        obj.docstring.value = apart(plain(text))
+        obj.docstring.value = apart(plain(text, obj if obj.is_class else obj.parent))

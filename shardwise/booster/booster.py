@@ -64,12 +64,21 @@ class Booster:
         device: device of the model without a plugin; ``None`` does not move it. A plugin chooses the device itself.
         mixed_precision: ``"fp16"``, ``"bf16"`` or a :class:`MixedPrecision`; for TorchDDPPlugin and without a plugin.
             The other plugins have their own precision.
-        plugin: a plugin of :mod:`shardwise.booster.plugin`; ``None`` is a single process.
+        plugin: a plugin of ``shardwise.booster.plugin``; ``None`` is a single process.
 
     Raises:
         NotImplementedError: ``mixed_precision`` is ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``.
         ValueError: ``mixed_precision`` is unknown for another reason, or ``device`` is not a device.
         TypeError: an argument of the wrong type.
+
+    Examples:
+        >>> from shardwise.booster import Booster
+        >>> from shardwise.booster.plugin import GeminiPlugin
+        >>> booster = Booster(plugin=GeminiPlugin(precision="bf16", max_norm=1.0))
+        >>> model, optimizer, criterion, _, _ = booster.boost(model, optimizer, criterion)
+        >>> booster.backward(criterion(model(inputs), targets), optimizer)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
     """
 
     def __init__(
@@ -112,6 +121,13 @@ class Booster:
     ) -> Any:
         """Prepare the objects for training, and return them. Collective over all ranks.
 
+        Args:
+            model: a plain module, which is sharded in place.
+            optimizer: an optimizer of its parameters.
+            criterion: the loss function.
+            dataloader: the data loader, of ``plugin.prepare_dataloader``.
+            lr_scheduler: a scheduler of the optimizer.
+
         Returns:
             ``(model, optimizer, criterion, dataloader, lr_scheduler)``; missing arguments are ``None``. If the data
             loader is the third argument, as in ``boost(model, optimizer, dataloader, criterion)``: these four in that
@@ -145,6 +161,10 @@ class Booster:
 
     def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Run the backward pass of ``loss`` (a scalar, this rank's mean), with the loss scale if there is one.
+
+        Args:
+            loss: a scalar, the mean over this rank's micro-batch.
+            optimizer: the optimizer that ``boost`` returned.
 
         Raises:
             TypeError: ``optimizer`` is not a boosted one.
@@ -193,6 +213,13 @@ class Booster:
             TypeError: ``data_iter`` is not an iterator.
             StopIteration: ``data_iter`` is exhausted.
             PeerError: the iterator of another rank is exhausted, or another rank failed.
+
+        Examples:
+            >>> results = booster.execute_pipeline(
+            ...     iter([batch]), model, lambda outputs, inputs: outputs.loss, optimizer, return_loss=True
+            ... )
+            >>> optimizer.step()
+            >>> optimizer.zero_grad()
         """
         steps = self._runs.pipeline(model, optimizer, type(self.plugin).__name__)
         train = torch.is_grad_enabled()
@@ -220,6 +247,10 @@ class Booster:
         """Return a context without reductions: gradients add up locally, and the first later pass reduces the sum.
 
         Without a plugin this has no effect.
+
+        Args:
+            model: the boosted model, or ``None`` if ``optimizer`` is given.
+            optimizer: the boosted optimizer.
 
         Raises:
             RuntimeError: the plugin reduces gradients in every backward pass.
@@ -265,6 +296,11 @@ class Booster:
 
         Collective: every rank calls it, and rank 0 writes ``adapter_config.json`` and ``adapter_model.bin`` (or
         ``.safetensors``) into the directory ``checkpoint``. Base weights are not read.
+
+        Args:
+            model: the boosted model with an adapter.
+            checkpoint: the directory.
+            use_safetensors: write ``adapter_model.safetensors`` instead of ``adapter_model.bin``.
 
         Raises:
             ValueError: the model has no adapter.
@@ -329,8 +365,8 @@ class Booster:
 
         Args:
             model: a boosted model.
-            checkpoint: a file, a directory, or an index; any format of docs/checkpoints.md. Torch files are read with
-                ``weights_only=True``.
+            checkpoint: a file, a directory, or an index; any format of :func:`open_checkpoint`. Torch files are read
+                with ``weights_only=True``.
             strict: missing and unexpected names are errors. False loads what fits, and warns (rank 0) if no name fits.
                 Different shapes are always errors.
             low_cpu_mem_mode: no effect (False warns): each rank reads only what it needs, directly into its shards.
@@ -424,6 +460,10 @@ class Booster:
 
         The file is a torch file if the path ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise JSON.
 
+        Args:
+            lr_scheduler: the scheduler that ``boost`` returned.
+            checkpoint: the file.
+
         Raises:
             ValueError: the path has another suffix.
             CheckpointError: rank 0 could not write (raised on every rank); an earlier file is unchanged.
@@ -435,6 +475,10 @@ class Booster:
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Load a file of ``save_lr_scheduler`` (or a torch file of a scheduler's state). Collective.
+
+        Args:
+            lr_scheduler: the scheduler that ``boost`` returned.
+            checkpoint: the file.
 
         Raises:
             FileNotFoundError: there is no file.
@@ -473,6 +517,9 @@ class Booster:
         Raises:
             ValueError: model and optimizer were not boosted together, or a value that a checkpoint cannot hold.
             CheckpointError: a rank failed (raised on every rank); earlier checkpoints are unchanged.
+
+        Examples:
+            >>> path = booster.save_checkpoint("checkpoints", model, optimizer)
         """
         self._files.wait_for_saves()
         saver = self._runs.saver(model, optimizer)
@@ -511,6 +558,10 @@ class Booster:
             FileNotFoundError: there is no such checkpoint.
             CheckpointDamage: bytes are missing or wrong (raised on every rank); the message says if values were already
                 replaced.
+
+        Examples:
+            >>> restored = booster.load_checkpoint("checkpoints", model, optimizer, resume="auto")
+            >>> step = restored.step if restored is not None else 0
         """
         if resume not in (None, "auto") or (resume is not None and tag is not None):
             raise ValueError(f"resume={resume!r}, tag={tag!r}: give resume='auto', or a tag, or neither")

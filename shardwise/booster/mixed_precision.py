@@ -24,7 +24,13 @@ class MixedPrecision(ABC):
     def configure(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, criterion: Criterion | None = None
     ) -> Configured:
-        """Return wrapped model, optimizer and criterion."""
+        """Return wrapped model, optimizer and criterion.
+
+        Args:
+            model: a plain module.
+            optimizer: its optimizer.
+            criterion: the loss function.
+        """
 
 
 class AutocastPrecision(MixedPrecision):
@@ -221,6 +227,9 @@ _REPLACED = {
 
 def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
     """Return the mixed precision of that name: ``"fp16"`` or ``"bf16"``.
+
+    Args:
+        mixed_precision_type: the name.
 
     Raises:
         NotImplementedError: ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``; the message says what to use.

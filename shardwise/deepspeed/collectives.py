@@ -53,7 +53,7 @@ def init_distributed(
 
     Raises:
         PeerError: not all ranks arrived in time.
-        ValueError: see ``init_distributed``, and torch's error about an incomplete rendezvous.
+        ValueError: as :func:`shardwise.init_distributed`, and torch's error about an incomplete rendezvous.
     """
     if dist_init_required is False or is_initialized():
         return

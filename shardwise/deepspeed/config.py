@@ -47,16 +47,31 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def use(self, path: str) -> None:
+        """Report a key as used.
+
+        Args:
+            path: its dotted path.
+        """
         if path not in self.used:
             self.used.append(path)
 
     def ignore(self, path: str, reason: str) -> None:
-        """Report a key as ignored, even if it was reported as used before."""
+        """Report a key as ignored, even if it was reported as used before.
+
+        Args:
+            path: its dotted path.
+            reason: why it has no effect.
+        """
         if path in self.used:
             self.used.remove(path)
         self.ignored[path] = reason
 
     def note(self, text: str) -> None:
+        """Add a remark.
+
+        Args:
+            text: a sentence.
+        """
         if text not in self.notes:
             self.notes.append(text)
 

@@ -53,21 +53,23 @@ class DeepSpeedEngine(ModeOfModule):
     """A sharded model with its optimizer and scheduler, which step every ``gradient_accumulation_steps`` passes.
 
     Attributes:
-        module: the original model, which is sharded in place and can be called directly. Its ``state_dict()`` has this
-            rank's parameters in the compute dtype at stages 0 to 2, and raises an error at stage 3.
-        optimizer: the sharded optimizer, or ``None``.
-        lr_scheduler: the scheduler. It steps after every update, but not after a step skipped because of an overflow.
-        session: the session (plan, memory, traffic).
-        report: lists the keys of the configuration that are used or ignored.
-        global_steps: number of steps, including skipped ones.
-        micro_steps: number of calls of :meth:`step`.
-        global_samples: number of samples in the backward passes of these steps, over all ranks. With
+        module (nn.Module): the original model, which is sharded in place and can be called directly. Its
+            ``state_dict()`` has this rank's parameters in the compute dtype at stages 0 to 2, and raises an error at
+            stage 3.
+        optimizer (Any): the sharded optimizer, or ``None``.
+        lr_scheduler (Any): the scheduler, or ``None``. It steps after every update, but not after a step skipped
+            because of an overflow.
+        session (Session): the :class:`Session` of the model (plan, memory, traffic).
+        report (Report): lists the keys of the configuration that are used or ignored.
+        global_steps (int): number of steps, including skipped ones.
+        micro_steps (int): number of calls of :meth:`step`.
+        global_samples (int): number of samples in the backward passes of these steps, over all ranks. With
             ``managed_gradient_accumulation=false`` a pass with ``retain_graph=True`` is not counted, because another
             pass over the same samples follows.
-        skipped_steps: number of steps without an update because a gradient was not finite.
-        monitor: writes the metrics of each step.
-        training_dataloader: the data loader of ``training_data``.
-        is_compiled: whether :meth:`compile` was called.
+        skipped_steps (int): number of steps without an update because a gradient was not finite.
+        monitor (Any): writes the metrics of each step.
+        training_dataloader (DataLoader | None): the data loader of ``training_data``; ``None`` without it.
+        is_compiled (bool): whether :meth:`compile` was called.
     """
 
     tput_timer = ThroughputTimer()
@@ -114,7 +116,14 @@ class DeepSpeedEngine(ModeOfModule):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return :meth:`state_dict`, optionally without parameters that do not require gradients. Collective."""
+        """Return :meth:`state_dict`, optionally without parameters that do not require gradients. Collective.
+
+        Args:
+            destination: entries are added to it.
+            prefix: put before every name.
+            keep_vars: must be False, since there are no full parameters.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
+        """
         if destination is not None or keep_vars:
             raise NotImplementedError(f"{destination=}, {keep_vars=} is not available: leave them out")
         state = self.state_dict()
@@ -123,11 +132,28 @@ class DeepSpeedEngine(ModeOfModule):
         return {f"{prefix}{name}": value for name, value in state.items() if name not in left_out}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a full state of the model; see :meth:`ShardedModule.load_state_dict`."""
+        """Load a full state of the model; see :class:`ShardedModule`. Collective.
+
+        Args:
+            state_dict: the full state, the same on every rank.
+            strict: missing and unexpected names are errors.
+            assign: must be False.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as torch returns them.
+        """
         return self.session.module.load_state_dict(state_dict, strict, assign)
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **extra: Any) -> Any:
         """Load the entry ``module`` of a checkpoint, or a model's state itself, with :meth:`load_state_dict`.
+
+        Args:
+            checkpoint: the checkpoint or the state, the same on every rank.
+            strict: missing and unexpected names are errors.
+            extra: other arguments of DeepSpeed, which are errors.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as torch returns them.
 
         Raises:
             NotImplementedError: ``custom_load_fn`` and similar arguments.
@@ -141,7 +167,15 @@ class DeepSpeedEngine(ModeOfModule):
     # ---- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on this rank's micro-batch."""
+        """Run the model on this rank's micro-batch.
+
+        Args:
+            args: arguments of the model.
+            kwargs: keyword arguments of the model.
+
+        Returns:
+            The model's outputs.
+        """
         scaled_passes(self.session)
         with self._autocast():
             return self.session.module(*args, **kwargs)
@@ -175,6 +209,12 @@ class DeepSpeedEngine(ModeOfModule):
         """Return ``loss`` times the loss scale, for programs that call ``loss.backward()`` themselves.
 
         The pass's gradients are divided by ``gradient_accumulation_steps``. Exactly one pass must follow.
+
+        Args:
+            loss: a scalar, the mean over the micro-batch.
+
+        Returns:
+            The scaled loss.
 
         Raises:
             RuntimeError: there is no optimizer.
@@ -222,6 +262,12 @@ class DeepSpeedEngine(ModeOfModule):
         compiled_autograd_enabled: bool = False,
     ) -> None:
         """Compile the model once with ``torch.compile``. Gathers cause graph breaks between modules.
+
+        Args:
+            backend: as for ``torch.compile``.
+            compile_kwargs: further arguments of ``torch.compile``.
+            schedule: must be ``None``.
+            compiled_autograd_enabled: must be False.
 
         Raises:
             NotImplementedError: a ``schedule``, compiled autograd, or tensor parallelism.
@@ -301,6 +347,9 @@ class DeepSpeedEngine(ModeOfModule):
             save_latest: write the tag into ``save_dir/latest``.
             exclude_frozen_parameters: leave out parameters that do not require gradients; loading keeps the model's.
 
+        Returns:
+            True.
+
         Raises:
             CheckpointError: a rank could not write (raised on every rank). Earlier checkpoints stay, but one of
                 the same tag may have been replaced in other ``mp_rank`` directories, which loading reports.
@@ -366,6 +415,11 @@ class DeepSpeedEngine(ModeOfModule):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's state in its compute dtype as one torch file. Collective.
+
+        Args:
+            save_dir: the directory, which is created.
+            save_filename: the name of the file.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
 
         Returns:
             False, without writing, at stage 3 without ``stage3_gather_16bit_weights_on_model_save``.
@@ -443,6 +497,9 @@ class DeepSpeedEngine(ModeOfModule):
         """Drop gradients at stages 0 and 1. Stages 2 and 3 keep gradients, as in DeepSpeed.
 
         The count of passes does not change, except after a failed pass, where the step starts again.
+
+        Args:
+            set_to_none: no effect: gradients are dropped.
         """
         self.session.passes.recover(dropping=True)
         if self.settings.stage < 2:
@@ -461,6 +518,9 @@ class DeepSpeedEngine(ModeOfModule):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set :meth:`is_gradient_accumulation_boundary` from now on, before the next pass.
+
+        Args:
+            is_boundary: whether the next :meth:`step` updates the parameters.
 
         Raises:
             AssertedError: ``managed_gradient_accumulation`` is false, so every step is a boundary.
@@ -624,6 +684,9 @@ class DeepSpeedEngine(ModeOfModule):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of backward passes per step.
 
+        Args:
+            train_batch_size: samples per step over all ranks.
+
         Raises:
             ValueError: the size is not a multiple of the micro-batch over all ranks.
         """
@@ -634,7 +697,11 @@ class DeepSpeedEngine(ModeOfModule):
         self.session.passes.own_divisor = self._batch.accumulation
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the number of samples per backward pass, and with it :meth:`train_batch_size`."""
+        """Change the number of samples per backward pass, and with it :meth:`train_batch_size`.
+
+        Args:
+            micro_batch_size: samples per backward pass on each rank.
+        """
         integer("micro_batch_size", micro_batch_size, 1, what="a number of samples")
         accumulation = self._batch.accumulation
         self._batch = Batch(micro_batch_size * accumulation * self.dp_world_size, micro_batch_size, accumulation)
@@ -675,7 +742,11 @@ class DeepSpeedEngine(ModeOfModule):
             self.session.drop_gathered()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Undo :meth:`offload_states`."""
+        """Undo :meth:`offload_states`.
+
+        Args:
+            non_blocking: no effect.
+        """
         self.session.reload_states()
 
     @property

@@ -81,10 +81,19 @@ def initialize(
         ``(engine, optimizer, data loader or None, scheduler or None)``.
 
     Raises:
-        ValueError: no model, no configuration or several, an invalid configuration (see
-            :func:`~shardwise.deepspeed.config.read_config`), or one that contradicts ``tp_model_init``.
+        ValueError: no model, no configuration or several, an invalid configuration, or one that contradicts
+            ``tp_model_init``.
         NotImplementedError: the configuration or ``mpu`` asks for something that is not available.
         RuntimeError: accelerate was initialized without the other ranks, so each rank would get all batches.
+
+    Examples:
+        >>> import shardwise.deepspeed as deepspeed
+        >>> config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+        >>> config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+        >>> engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config=config)
+        >>> loss = engine(inputs.to(engine.device)).square().mean()
+        >>> loss = engine.backward(loss)
+        >>> engine.step()
     """
     if model is None:
         raise AssertedError(f"model={model}: give the module to train")
@@ -211,7 +220,14 @@ def _schedule(settings: Settings, optimizer: torch.optim.Optimizer | None, sched
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the arguments ``--deepspeed`` and ``--deepspeed_config``."""
+    """Add the arguments ``--deepspeed`` and ``--deepspeed_config``.
+
+    Args:
+        parser: the program's parser, which is changed.
+
+    Returns:
+        The parser.
+    """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="use the configuration")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")

@@ -50,10 +50,19 @@ def to_plan(config: Source, world_size: int, *, numels: Sequence[int] | None = N
         numels: elements of each parameter in the model's order. They turn limits of stage 3 in elements into numbers of
             units and shares; without them one unit is prefetched and ``max_in_cpu`` is all or nothing.
 
+    Returns:
+        The plan, and the report.
+
     Raises:
-        ValueError, NotImplementedError, TypeError, FileNotFoundError: see
-            :func:`~shardwise.deepspeed.config.read_config`; also batch sizes or shard sizes that do not fit
-            ``world_size``. ``initialize`` creates and checks the optimizer and the scheduler.
+        ValueError, NotImplementedError, TypeError, FileNotFoundError: an invalid
+            configuration; also batch sizes or shard sizes that do not fit ``world_size``. ``initialize`` creates and
+            checks the optimizer and the scheduler.
+
+    Examples:
+        >>> from shardwise.deepspeed import to_plan
+        >>> plan, report = to_plan({"train_batch_size": 8, "zero_optimization": {"stage": 2}}, world_size=4)
+        >>> plan.shard.reduce
+        'every'
     """
     settings = read_config(config)
     batch_of(settings, data_ranks(settings, world_size))

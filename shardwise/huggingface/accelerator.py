@@ -52,8 +52,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     """``Accelerator(plan=...)``: ``prepare`` shards models and their optimizers as the plan says.
 
     Args:
-        plan: see :mod:`shardwise.plan`. Gradients of the passes of an update are summed (``average="sum"``); accelerate
-            divides the loss by their number.
+        plan: a :class:`Plan`, such as ``zero(3)`` of ``shardwise.plan``. Gradients of the passes of an update are
+            summed (``average="sum"``); accelerate divides the loss by their number.
         options: arguments of ``accelerate.Accelerator`` by name. ``mixed_precision`` ``"bf16"`` or ``"fp16"`` gives the
             plan 16-bit parameters with fp32 masters instead of autocast; the plan itself may also have them.
 
@@ -62,6 +62,16 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             DeepSpeed, Megatron or XLA configuration.
         NotImplementedError: ``dynamo_backend``, tensor, pipeline or sequence parallelism, fp8.
         RuntimeError: accelerate was initialized without the other ranks, so each rank would get all batches.
+
+    Examples:
+        >>> from shardwise.huggingface import ShardwiseAccelerator
+        >>> from shardwise.plan import zero
+        >>> accelerator = ShardwiseAccelerator(plan=zero(3), mixed_precision="bf16")
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for inputs, targets in loader:
+        ...     accelerator.backward(criterion(model(inputs), targets))
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
 
     _models: list[Any]
@@ -116,6 +126,9 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         Args:
             args: models, optimizers, data loaders, schedulers; other objects are returned unchanged.
             device_placement: whether data loaders move batches to the device; the plan defines the device of models.
+
+        Returns:
+            The prepared objects in the order of the arguments; a single one without a tuple.
 
         Raises:
             ValueError: an optimizer without its model, or of two models.
@@ -186,7 +199,16 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard ``model`` without an optimizer. With ``evaluation_mode`` the model stays unsharded on every rank."""
+        """Shard ``model`` without an optimizer. With ``evaluation_mode`` the model stays unsharded on every rank.
+
+        Args:
+            model: a plain module.
+            device_placement: no effect: the plan defines the device.
+            evaluation_mode: keep the model unsharded.
+
+        Returns:
+            The prepared model.
+        """
         session = self.session_of(model)
         if session is not None:
             return self._adopt_again(session)
@@ -205,6 +227,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Return the sharded optimizer.
 
+        Args:
+            optimizer: an optimizer that was prepared with its model.
+            device_placement: no effect.
+
         Raises:
             ValueError: the optimizer was not prepared together with its model.
         """
@@ -216,7 +242,14 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
-        """Prepare a scheduler as accelerate does, for the original optimizer or the prepared one."""
+        """Prepare a scheduler as accelerate does, for the original optimizer or the prepared one.
+
+        Args:
+            scheduler: a scheduler of torch.
+
+        Returns:
+            The prepared scheduler.
+        """
         if not getattr(scheduler, "_is_accelerate_prepared", False):
             for each in self._optimizers:
                 layers = (each, each.optimizer, getattr(each.optimizer, "optimizer", None))
@@ -246,12 +279,23 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # ---- passes
 
     def session_of(self, model: nn.Module) -> Session | None:
-        """Return the session of a prepared model (the original or the returned one), or ``None`` for other modules."""
+        """Return the session of a prepared model.
+
+        Args:
+            model: the original model or the returned one.
+
+        Returns:
+            The session; ``None`` for other modules.
+        """
         inner = model.unwrap() if isinstance(model, ShardedModule) else model
         return next((session for session in self._sessions if session.module.unwrap() is inner), None)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass of ``loss`` divided by the number of passes of an update, times the loss scale.
+
+        Args:
+            loss: a scalar, the mean over this rank's micro-batch.
+            kwargs: arguments of :meth:`torch.Tensor.backward`.
 
         Raises:
             NotImplementedError: several sharded models with optimizers and a loss scale.
@@ -271,7 +315,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a context without reductions of gradients. It has no effect unless the plan keeps full gradients."""
+        """Return a context without reductions of gradients. It has no effect unless the plan keeps full gradients.
+
+        Args:
+            model: a prepared model.
+        """
         session = self.session_of(model)
         with session.no_sync() if session is not None and session.plan.shard.reduce == "last" else nullcontext():
             yield
@@ -354,7 +402,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # gradients are dropped and the program repeats all its passes, so the step's blocks so far do not count.
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Return the context of one pass of an update; see [Note: Passes that fail inside of accumulate]."""
+        """Return the context of one pass of an update. After a failed pass, repeat all passes of the update.
+
+        Args:
+            models: the models that are trained.
+        """
         with super().accumulate(*models):
             self._in_block = True
             try:
@@ -383,16 +435,27 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # ---- models and state
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the original module, which is still sharded. Use :meth:`get_state_dict` for its values."""
+        """Return the original module, which is still sharded. Use :meth:`get_state_dict` for its values.
+
+        Args:
+            model: a prepared model.
+            args: further arguments of accelerate.
+            kwargs: further arguments of accelerate.
+        """
         if isinstance(model, ShardedModule):
             model = model.unwrap()
         plain: nn.Module = super().unwrap_model(model, *args, **kwargs)
         return plain
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state in host memory on the main process, ``{}`` on others, in fp32 if there are masters.
+        """Return the full state in host memory on the main process. Collective.
 
-        Collective.
+        Args:
+            model: a prepared model.
+            unwrap: as in accelerate, for models that are not sharded.
+
+        Returns:
+            Tensors by name, in fp32 if there are masters; ``{}`` on other processes.
         """
         session = self.session_of(model)
         if session is None:
@@ -423,8 +486,12 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """Save the state as accelerate does, with models and optimizers as native checkpoints. Collective.
 
         The checkpoints can be loaded with any plan and number of ranks. If ``free_memory`` has removed all trained
-        models, one warning says that none is saved. Hooks get gathered models, as accelerate has them in one process;
-        see [Note: Hooks of a state].
+        models, one warning says that none is saved. Hooks get gathered models, as accelerate has them in one process.
+
+        Args:
+            output_dir: the directory; ``None`` chooses one below the project's directory, as accelerate does.
+            safe_serialization: as in accelerate, for objects that are not sharded.
+            kwargs: further arguments of accelerate.
 
         Returns:
             The directory.
@@ -457,6 +524,11 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """Load a directory of :meth:`save_state` for the same models, then call the hooks, whose values win.
         Collective.
 
+        Args:
+            input_dir: a directory of :meth:`save_state`; ``None``: the newest, as accelerate chooses it.
+            load_kwargs: as in accelerate.
+            kwargs: further arguments of accelerate.
+
         Raises:
             CheckpointError, ValueError, FileNotFoundError: a hook failed on a rank (raised on every rank).
         """
@@ -474,6 +546,12 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Later states do not contain the other models. Their memory is freed with the last reference to model and
         optimizer; until then they work, and may be prepared again.
+
+        Args:
+            objects: models and other objects.
+
+        Returns:
+            ``None`` for each object, as accelerate returns it.
         """
         for each in objects:
             session = self.session_of(each) if isinstance(each, nn.Module) else None
@@ -496,7 +574,15 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
 
 class Prepared(NamedTuple):
-    """Result of :func:`prepare`."""
+    """Result of :func:`prepare`.
+
+    Attributes:
+        accelerator: the :class:`ShardwiseAccelerator`.
+        model: the sharded model.
+        optimizer: the sharded optimizer; ``None`` if none was given.
+        dataloader: the prepared data loader; ``None`` if none was given.
+        scheduler: the prepared scheduler; ``None`` if none was given.
+    """
 
     accelerator: ShardwiseAccelerator
     model: nn.Module
@@ -521,7 +607,7 @@ def prepare(
         optimizer: an optimizer of its parameters.
         dataloader: a data loader, whose batches are divided over the ranks.
         scheduler: a scheduler of the optimizer.
-        plan: see :mod:`shardwise.plan`.
+        plan: a :class:`Plan`, such as ``zero(3)`` of ``shardwise.plan``.
         options: arguments of :class:`ShardwiseAccelerator`.
     """
     accelerator = ShardwiseAccelerator(plan=plan, **options)

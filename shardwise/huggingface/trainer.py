@@ -51,7 +51,7 @@ class ShardwiseTrainer(Trainer):
     resumed, too. ``bf16`` and ``fp16`` of the arguments mean 16-bit parameters with fp32 masters instead of autocast.
 
     Args:
-        plan: see :mod:`shardwise.plan`.
+        plan: a :class:`Plan`, such as ``zero(3)`` of ``shardwise.plan``.
 
     The other arguments are those of ``Trainer``.
 
@@ -59,6 +59,15 @@ class ShardwiseTrainer(Trainer):
         ValueError: unsupported arguments: FSDP, DeepSpeed, ``auto_find_batch_size``, ``torch_compile``, evaluation in
             full 16 bits, ``save_on_each_node``, several GPUs in one process; a plan that does not keep gradients; TRL's
             ``use_vllm`` if parameters are not kept gathered.
+
+    Examples:
+        >>> from transformers import TrainingArguments
+        >>> from shardwise.huggingface import ShardwiseTrainer
+        >>> from shardwise.plan import zero
+        >>> arguments = TrainingArguments("runs", max_steps=2)
+        >>> trainer = ShardwiseTrainer(model, arguments, train_dataset=dataset, plan=zero(3))
+        >>> output = trainer.train()
+        >>> trainer.save_model("model-hf")
     """
 
     def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
@@ -94,7 +103,7 @@ class ShardwiseTrainer(Trainer):
 
     @property
     def session(self) -> Session | None:
-        """Return the session of the model; ``None`` before training."""
+        """The session of the model; ``None`` before training."""
         result: Session | None = self.accelerator.session_of(self.model)
         return result
 
@@ -110,8 +119,11 @@ class ShardwiseTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model for ``from_pretrained``. Collective; the main process writes.
 
-        A new directory becomes visible when it is complete. In an existing one each file is replaced atomically, see
-        :func:`shardwise.core.checkpoint.formats.atomic_files.output_files`.
+        A new directory becomes visible when it is complete. In an existing one each file is replaced atomically.
+
+        Args:
+            output_dir: the directory; ``None`` is that of the arguments.
+            _internal_call: set by transformers.
 
         Raises:
             CheckpointError, ValueError: the main process could not write (raised on every rank); all earlier files are
@@ -194,7 +206,7 @@ class MetricsCallback(TrainerCallback):
         peak_flops: operations per second of the device in the dtype of the model, for ``mfu``.
 
     Attributes:
-        metrics: the metrics of the run.
+        metrics (Metrics): the metrics of the run, from its first step on.
     """
 
     def __init__(self, *writers: Writer, peak_flops: float | None = None) -> None:
@@ -224,8 +236,16 @@ def sharded_trainer(base: type[Trainer]) -> type[ShardwiseTrainer]:
     """Return a subclass of ``base``, such as TRL's ``SFTTrainer``, that takes a ``plan``; see
     :class:`ShardwiseTrainer`.
 
+    Args:
+        base: a class that derives from ``Trainer``.
+
     Raises:
         TypeError: ``base`` is not a ``Trainer`` of transformers.
+
+    Examples:
+        >>> from transformers import Seq2SeqTrainer
+        >>> from shardwise.huggingface import sharded_trainer
+        >>> ShardedSeq2SeqTrainer = sharded_trainer(Seq2SeqTrainer)
     """
     if not (isinstance(base, type) and issubclass(base, Trainer)):
         raise TypeError(f"base={base!r:.80}: give a class that derives from transformers.Trainer")

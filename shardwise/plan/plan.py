@@ -90,6 +90,9 @@ class MeshPlan:
     def resolve(self, world_size: int) -> MeshPlan:
         """Return the same plan with all sizes filled in for ``world_size`` ranks.
 
+        Args:
+            world_size: number of all ranks.
+
         Raises:
             ValueError: the sizes do not multiply to ``world_size``.
         """
@@ -126,6 +129,13 @@ class MeshPlan:
 
         Ranks that hold parts of one model, or of the same sequences, have the same index: they see the same data.
 
+        Args:
+            rank: the rank in ``torch.distributed``.
+            world_size: number of all ranks.
+
+        Returns:
+            Index and number, for ``DistributedSampler(rank=..., num_replicas=...)``.
+
         Raises:
             ValueError: see :meth:`resolve`.
         """
@@ -137,12 +147,12 @@ class MeshPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ByNumel:
-    """Pack parameters in module order into chunks of up to ``chunk_numel`` elements.
+    """Pack parameters in module order into chunks. A larger parameter has its own chunk.
 
-    A larger parameter has its own chunk.
-
-    A model smaller than ``min_chunks`` such chunks gets about ``min_chunks`` smaller ones, so that small models, too,
-    can overlap and free chunks. ``min_chunks=1`` keeps the size.
+    Attributes:
+        chunk_numel: largest number of elements of a chunk.
+        min_chunks: a model smaller than this number of chunks gets about so many smaller ones, so that small models,
+            too, can overlap and free chunks. 1 keeps the size.
     """
 
     chunk_numel: int
@@ -155,7 +165,11 @@ class ByNumel:
 
 @dataclass(frozen=True, kw_only=True)
 class ByTensor:
-    """Pack each parameter into its own chunk (DeepSpeed's ZeRO-3). Parameters up to ``persist_numel`` stay gathered."""
+    """Pack each parameter into its own chunk (DeepSpeed's ZeRO-3).
+
+    Attributes:
+        persist_numel: parameters up to this number of elements stay gathered.
+    """
 
     persist_numel: int
 
@@ -188,7 +202,13 @@ class ByModule:
 
 @dataclass(frozen=True, kw_only=True)
 class BySearch:
-    """Search the chunk size with the least padding (Gemini) in ``start, start + interval, ... <= start + range``."""
+    """Search the chunk size with the least padding (Gemini).
+
+    Attributes:
+        search_range_numel: how far above the smallest size the search goes, in elements.
+        interval_numel: the step of the search, in elements.
+        min_chunk_numel: the smallest size, in elements; the search starts there, or at the largest parameter.
+    """
 
     search_range_numel: int
     interval_numel: int
@@ -403,6 +423,18 @@ class Plan:
     """All settings of a run. Frozen; :meth:`but` and :func:`dataclasses.replace` return changed copies.
 
     :func:`zero` and :func:`replicated` make a plan, and so does ``Settings(stage=3).plan()``.
+
+    Attributes:
+        mesh: how many ranks there are along each axis.
+        shard: how parameters are packed and gathered, and when gradients are reduced.
+        precision: dtypes and the loss scale.
+        grad: how gradients are averaged and clipped, and when parameters are updated.
+        comm: how ranks communicate.
+        tiers: in which memory parameters and optimizer state are kept.
+        verbose: rank 0 prints skipped steps with the reason.
+        tensor: how layers are split over ``tp`` ranks.
+        pipeline: how model and batch are divided over ``pp`` ranks.
+        sequence: how ``sp`` ranks share sequences.
     """
 
     mesh: MeshPlan
@@ -461,8 +493,20 @@ class Plan:
     def but(self, **changes: object) -> Plan:
         """Return a copy with fields changed by name, wherever they are: ``plan.but(max_norm=1.0, prefetch=2)``.
 
+        Args:
+            changes: fields of the plan or of one of its parts, with their new values.
+
+        Returns:
+            The changed plan.
+
         Raises:
             ValueError: no part of the plan has a field of that name, or two parts have one.
+
+        Examples:
+            >>> from shardwise.plan import zero
+            >>> plan = zero(3).but(max_norm=1.0, prefetch=2)
+            >>> plan.grad.max_norm, plan.shard.prefetch
+            (1.0, 2)
         """
         parts = {name: getattr(self, name) for name in PARTS}
         own: dict[str, object] = {}
@@ -500,8 +544,16 @@ class Plan:
 
         The tables have all parts, or ``stage`` (0 to 3), ``dtype`` and the fields that differ from that plan.
 
+        Args:
+            tables: a mapping by part and field, as :meth:`to_dict` returns it, or a short one.
+            where: what error messages call it.
+
         Raises:
             ValueError: an unknown or missing field, or an invalid value; the message names it and ``where``.
+
+        Examples:
+            >>> from shardwise.plan import Plan
+            >>> plan = Plan.from_dict({"stage": 3, "dtype": "bfloat16", "grad": {"max_norm": 1.0}})
         """
         entries = dict(as_mapping(where, tables, "a dict of a plan's fields, such as {'stage': 3}"))
         stage, dtype = entries.pop("stage", None), entries.pop("dtype", None)
@@ -522,6 +574,12 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a TOML or JSON file; see :meth:`from_dict`.
 
+        Args:
+            path: a ``.toml`` or ``.json`` file.
+
+        Returns:
+            The plan.
+
         Raises:
             OSError: the file cannot be read.
             ValueError: the file does not contain a valid plan; the message has the file, the field and the error.
@@ -529,11 +587,33 @@ class Plan:
         return cls.from_dict(plan_text.read(path), os.fspath(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write every field to a ``.toml`` or ``.json`` file, which :meth:`load` reads as an equal plan."""
+        """Write every field to a file, which :meth:`load` reads as an equal plan.
+
+        Args:
+            path: a ``.toml`` or ``.json`` file.
+
+        Examples:
+            >>> from shardwise.plan import Plan, zero
+            >>> zero(3).save("plan.toml")
+            >>> Plan.load("plan.toml") == zero(3)
+            True
+        """
         plan_text.write(path, self.to_dict())
 
     def differences(self, other: Plan) -> list[str]:
-        """Return how ``other`` differs, one line per field: ``"grad.max_norm: 0.0 -> 1.0"``."""
+        """Return how another plan differs.
+
+        Args:
+            other: the other plan.
+
+        Returns:
+            A line per field.
+
+        Examples:
+            >>> from shardwise.plan import zero
+            >>> zero(3).differences(zero(3).but(max_norm=1.0))
+            ['grad.max_norm: 0.0 -> 1.0']
+        """
         if not isinstance(other, Plan):
             raise TypeError(f"other={short_repr(other)}: give a Plan")
         ours, theirs = (plan_text.to_tables(each, objects=True) for each in (self, other))
@@ -547,9 +627,19 @@ def parts_with(field: str) -> list[str]:
 
 
 def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_replicate: int = 1) -> Plan:
-    """Return the plan of ZeRO at ``stage`` over all ranks (with ``dp_replicate`` replicas: hybrid sharding).
+    """Return the plan of ZeRO at a stage over all ranks.
 
     Stage 3 packs by module, keeps nothing gathered and prefetches one unit. fp16 uses a dynamic loss scale.
+
+    Args:
+        stage: 1 shards masters and optimizer state; 2 also gradients; 3 also parameters.
+        param_dtype: dtype of parameters and inputs, such as ``torch.bfloat16``; ``None`` does not cast. 16-bit
+            parameters have fp32 masters.
+        dp_replicate: number of copies of the sharded model (hybrid sharding).
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> session = shardwise.shard(model, optimizer, zero(3, torch.bfloat16).but(max_norm=1.0))
     """
     require(stage in (1, 2, 3), f"stage={stage!r}: give 1, 2 or 3")
     packing: Packing = ByModule(unit_classes=()) if stage == 3 else ByNumel(chunk_numel=8 * 1024**2, min_chunks=8)
@@ -573,6 +663,10 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
 
 
 def replicated(param_dtype: torch.dtype | None = None) -> Plan:
-    """Return the plan of plain data parallelism (DDP): every rank has all parameters, gradients and state."""
+    """Return the plan of plain data parallelism (DDP): every rank has all parameters, gradients and state.
+
+    Args:
+        param_dtype: as for :func:`zero`.
+    """
     plan = zero(1, param_dtype)
     return replace(plan, mesh=MeshPlan(dp_shard=1, dp_replicate=-1))

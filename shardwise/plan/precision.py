@@ -15,8 +15,16 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 class ScalerPlan:
     """The dynamic loss scale of fp16, with the arguments of ColossalAI's DynamicGradScaler.
 
-    ``growth_delay`` is the number of steps without overflow, at the start and after each overflow, before the steps of
-    ``growth_interval`` are counted.
+    Attributes:
+        initial_scale: the first loss scale.
+        min_scale: the smallest loss scale.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` steps without overflow.
+        backoff_factor: the scale is multiplied by it after ``hysteresis`` overflows.
+        growth_interval: number of steps without overflow after which the scale grows.
+        hysteresis: number of overflows after which the scale falls.
+        max_scale: the largest loss scale.
+        growth_delay: number of steps without overflow, at the start and after each overflow, before the steps of
+            ``growth_interval`` are counted.
     """
 
     initial_scale: float

@@ -69,6 +69,12 @@ def plan_of_fsdp(
 
     Raises:
         NotImplementedError, ValueError: unsupported by plans; the message names the argument.
+
+    Examples:
+        >>> from torch.distributed.fsdp import ShardingStrategy
+        >>> from shardwise.pytorch import plan_of_fsdp
+        >>> plan = plan_of_fsdp(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        >>> session = shardwise.shard(model, optimizer, plan)
     """
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
     name_device("device_id", device_id)
@@ -177,6 +183,12 @@ def plan_of_fully_shard(
 
     Raises:
         NotImplementedError, ValueError: unsupported by plans; the message names the argument.
+
+    Examples:
+        >>> from torch.distributed.fsdp import MixedPrecisionPolicy
+        >>> from shardwise.pytorch import plan_of_fully_shard
+        >>> plan = plan_of_fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        >>> session = shardwise.shard(model, optimizer, plan)
     """
     if shard_placement_fn is not None:
         refuse(
@@ -252,8 +264,15 @@ def plan_of_ddp(
         check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: not supported.
         mixed_precision: dtypes, as for :func:`~shardwise.pytorch.plan_of_fsdp`.
 
+    Returns:
+        The plan for ``shard(model, optimizer, plan)``.
+
     Raises:
         NotImplementedError: an unsupported argument.
+
+    Examples:
+        >>> from shardwise.pytorch import plan_of_ddp
+        >>> session = shardwise.shard(model, optimizer, plan_of_ddp(bucket_cap_mb=50))
     """
     name_device("device_ids", device_ids)
     name_device("output_device", output_device)

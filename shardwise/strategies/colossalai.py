@@ -189,6 +189,12 @@ class ColossalAI(ShardedStrategy):
 
     Raises:
         ValueError: a value is out of range.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from shardwise.lightning import ColossalAIStrategy
+        >>> trainer = pl.Trainer(strategy=ColossalAIStrategy(placement_policy="cpu"), devices=2, max_steps=2)
+        >>> trainer.fit(module, loader)
     """
 
     # fmt: off

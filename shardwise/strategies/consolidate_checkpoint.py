@@ -32,7 +32,7 @@ def to_single_file(
     """Write ``file`` with the full weights and Lightning's entries, in one process and without a Trainer.
 
     Args:
-        directory: a checkpoint of one of our strategies, or of any format with weights by name.
+        directory: a checkpoint of one of these strategies, or of any format with weights by name.
         file: a file of ``torch.save``, as Lightning's are; an existing file is replaced atomically.
         optimizers: include optimizer states, so that training can continue from the file with any strategy.
 
@@ -53,12 +53,15 @@ def to_single_file(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str], output_file: str | os.PathLike[str], tag: str | None = None
 ) -> dict[str, Any]:
-    """Convert a checkpoint like Lightning's function of that name, for our directories and those of DeepSpeed.
+    """Convert a checkpoint like Lightning's function of that name, for directories of shardwise and of DeepSpeed.
 
     Args:
         checkpoint_dir: a directory that a Trainer or Fabric saved.
         output_file: the file to write; see :func:`to_single_file`.
         tag: a directory in ``checkpoint_dir``.
+
+    Returns:
+        The written dictionary.
 
     Raises:
         FileNotFoundError: there is no such directory.

@@ -109,6 +109,12 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     Raises:
         MisconfigurationException: the path of a configuration does not exist, or it contradicts Trainer.
         ValueError, NotImplementedError: an invalid argument or configuration.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from shardwise.lightning import DeepSpeedStrategy
+        >>> trainer = pl.Trainer(strategy=DeepSpeedStrategy(stage=3, offload_optimizer=True), devices=2, max_steps=2)
+        >>> trainer.fit(module, loader)
     """
 
     strategy_name = "deepspeed"

@@ -67,7 +67,12 @@ def enable_wrap(auto_wrap_policy: Callable[..., bool] | None = None, **wrapper_k
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Return ``module``, marked to be gathered and reduced at once; outside :func:`enable_wrap` it is not marked."""
+    """Return ``module``, marked to be gathered and reduced at once; outside :func:`enable_wrap` it is not marked.
+
+    Args:
+        module: any module.
+        wrap_overrides: arguments of FairScale, without effect as for :func:`enable_wrap`.
+    """
     _warn_of(wrap_overrides, "wrap")
     if _ENABLED.get():
         module.__dict__[_MARK] = True
@@ -270,6 +275,12 @@ class FullyShardedStrategy(ShardedStrategy):
 
     Raises:
         ValueError: a value is out of range.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from shardwise.lightning import DDPFullyShardedStrategy
+        >>> trainer = pl.Trainer(strategy=DDPFullyShardedStrategy(cpu_offload=True), devices=2, max_steps=2)
+        >>> trainer.fit(module, loader)
     """
 
     # fmt: off

@@ -268,7 +268,7 @@ class MetricsCallback(_Callback):  # type: ignore[misc]
         tokens: returns the number of tokens of a batch; by default that of the elements of ``batch["input_ids"]``.
 
     Attributes:
-        metrics: the metrics of the run.
+        metrics (Metrics): the metrics of the run, from its first step on.
     """
 
     def __init__(

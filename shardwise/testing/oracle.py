@@ -57,11 +57,19 @@ class PlainRecipe:
     tokens: Callable[[Any], float] | None = None
 
     def weight(self, batch: Any) -> float:
-        """Return the factor of the loss of ``batch``."""
+        """Return the factor of the loss of ``batch``.
+
+        Args:
+            batch: a rank's batch.
+        """
         return self.tokens(batch) if self.tokens is not None else 1.0
 
     def divisor(self, step: Sequence[Sequence[Any]]) -> float:
-        """Return the divisor of the mean over ranks of the sum over micro-batches."""
+        """Return the divisor of the mean over ranks of the sum over micro-batches.
+
+        Args:
+            step: ``[micro-batch][rank]``.
+        """
         if self.tokens is not None:
             return sum(self.tokens(batch) for micro in step for batch in micro) / len(step[0])
         return float(len(step)) if self.mean_over_micro_batches else 1.0
@@ -115,8 +123,23 @@ def train_plain(
         batches: ``[step][micro-batch][rank]``.
         recipe: clipping and dtypes; ``None``: no clipping, and the module's dtypes.
 
+    Returns:
+        Losses, gradients, norms and parameters of each step.
+
     Raises:
         ValueError: steps with different numbers of ranks.
+
+    Examples:
+        >>> from shardwise.testing import train_plain
+        >>> batches = [[[torch.ones(2, 8), torch.zeros(2, 8)]]]  # one step, one micro-batch, two ranks
+        >>> expected = train_plain(
+        ...     lambda: torch.nn.Linear(8, 4),
+        ...     lambda model, batch: model(batch).square().mean(),
+        ...     lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     batches,
+        ... )
+        >>> sorted(expected.parameters[0])
+        ['bias', 'weight']
     """
     recipe = recipe or PlainRecipe()
     ranks = {len(micro) for step in batches for micro in step}

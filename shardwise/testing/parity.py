@@ -34,7 +34,11 @@ class Difference:
     expected: float
 
     def within(self, rtol: float) -> bool:
-        """Return True if the error is at most ``rtol``; False for NaN."""
+        """Return True if the error is at most ``rtol``; False for NaN.
+
+        Args:
+            rtol: the largest error.
+        """
         return self.error <= rtol
 
     def __str__(self) -> str:
@@ -70,9 +74,15 @@ def _mismatch(name: str, actual: Tensor, expected: Tensor, check_dtype: bool) ->
 
 
 def compare(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0) -> list[Difference]:
-    """Return the differences of all tensors that both have in the same shape, largest (NaN first) first.
+    """Return the differences of all tensors that both have in the same shape.
 
-    ``floor``: smaller magnitudes are replaced by it, for tensors that should be zero up to rounding.
+    Args:
+        actual: tensors by name.
+        expected: the expected tensors.
+        floor: smaller magnitudes are replaced by it, for tensors that should be zero up to rounding.
+
+    Returns:
+        The differences, the largest first; NaN before all others.
     """
     names = [name for name in expected if name in actual and actual[name].shape == expected[name].shape]
     differences = [_difference(name, actual[name], expected[name], floor) for name in names]
@@ -103,6 +113,12 @@ def assert_close(
 
     Raises:
         AssertionError: a tensor is missing, unexpected, of another shape or dtype, NaN, or too different.
+
+    Examples:
+        >>> from shardwise.testing import assert_close
+        >>> state = session.module.state_dict()
+        >>> assert_close(state, state, rtol=0.0, what="parameters")
+        0.0
     """
     problems = [f"missing: {name}" for name in expected if name not in actual]
     problems += [f"extra: {name}" for name in actual if name not in expected]

@@ -150,6 +150,9 @@ class RankPool:
             args: arguments of ``fn``, which must be picklable. Every rank gets its own copy, also of tensors.
             timeout: seconds after which ranks that have not finished are killed.
 
+        Returns:
+            The results, by rank.
+
         Raises:
             RankError: a rank raised, died, or did not finish in time.
             ValueError: ``fn`` cannot be found by name, or ``timeout`` is not positive.
@@ -323,8 +326,26 @@ _POOLS: OrderedDict[int, RankPool] = OrderedDict()
 def run_ranks(world_size: int, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
     """Call ``fn(*args)`` on ``world_size`` ranks and return the results, by rank.
 
-    The pool of each world size is kept for the next call, and is closed at exit or by :func:`close_pools`. See
-    :meth:`RankPool.run` for the arguments and errors.
+    The pool of each world size is kept for the next call, and is closed at exit or by :func:`close_pools`.
+
+    Args:
+        world_size: number of ranks.
+        fn: a function at the top level of a module.
+        args: arguments of ``fn``, which must be picklable.
+        timeout: seconds after which ranks that have not finished are killed.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        RankError: a rank raised, died, or did not finish in time.
+        ValueError: ``fn`` cannot be found by name, or ``timeout`` is not positive.
+
+    Examples:
+        >>> import torch.distributed
+        >>> from shardwise.testing import run_ranks
+        >>> def test_ranks():
+        ...     assert run_ranks(2, torch.distributed.get_rank) == [0, 1]
     """
     __tracebackhide__ = True
     pool = _POOLS.pop(world_size, None) or RankPool(world_size)

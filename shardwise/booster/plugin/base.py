@@ -136,20 +136,36 @@ class Plugin(ABC):
         adapts.
 
         For a model of ``enable_lora`` boost does this. Call it before boost for other models, if the optimizer was
-        built before the adapter. Parameters that are already in a group stay there. See
-        :func:`shardwise.booster.lora.add_lora_parameters`.
+        built before the adapter. Parameters that are already in a group stay there.
+
+        Args:
+            model: the model with an adapter.
+            optimizer: an optimizer of the model's other parameters.
         """
         add_lora_parameters(model, optimizer)
 
     @abstractmethod
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        """Prepare model and optimizer for training, and return them. Collective. The optimizer may be ``None``."""
+        """Prepare model and optimizer for training, and return them. Collective. The optimizer may be ``None``.
+
+        Args:
+            model: a plain module.
+            optimizer: its optimizer, or ``None``.
+
+        Returns:
+            The prepared model and optimizer.
+        """
 
     @abstractmethod
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context without reductions: gradients add up locally, and the first later pass reduces the sum."""
+        """Return a context without reductions: gradients add up locally, and the first later pass reduces the sum.
+
+        Args:
+            model: the boosted model.
+            optimizer: the boosted optimizer.
+        """
 
     def data_parallel(self) -> tuple[int, int]:
         """Return (this rank's index, number) among the data-parallel ranks."""
@@ -248,6 +264,10 @@ class DPPluginBase(Plugin):
     ) -> AbstractContextManager[None]:
         """Return a context in which gradients are not reduced. ``model`` is the boosted model.
 
+        Args:
+            model: the boosted model.
+            optimizer: no effect.
+
         Raises:
             ValueError: ``model`` is not a boosted one.
         """
@@ -264,13 +284,25 @@ class ShardedPlugin(Plugin):
 
     @abstractmethod
     def plan(self, world_size: int) -> Plan:
-        """Return the plan for this number of ranks, including model-parallel ranks."""
+        """Return the plan for this number of ranks, including model-parallel ranks.
+
+        Args:
+            world_size: number of all ranks.
+        """
 
     def check_device(self, device: torch.device) -> None:
-        """Raise if an argument does not fit ``device``."""
+        """Raise if an argument does not fit ``device``.
+
+        Args:
+            device: the device of this rank.
+        """
 
     def prepare(self, session: Any) -> None:
-        """Set up a new :class:`~shardwise.session.Session` with settings that are not in a plan. Called once."""
+        """Set up a new :class:`~shardwise.session.Session` with settings that are not in a plan. Called once.
+
+        Args:
+            session: the session of the boosted model.
+        """
 
     def data_parallel(self) -> tuple[int, int]:
         """Return (index of this rank, number of ranks) among the data-parallel ranks of the plan."""
@@ -311,6 +343,9 @@ class ShardedPlugin(Plugin):
 
     def session(self, model: nn.Module) -> Session:
         """Return the session of a boosted model, which has its plan, ``memory()``, ``traffic()``, ``full_gradients()``.
+
+        Args:
+            model: the model that ``boost`` returned, or the original one.
 
         Raises:
             ValueError: the model was not boosted, or not by a plugin on the engine.

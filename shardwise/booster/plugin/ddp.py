@@ -76,6 +76,12 @@ class TorchDDPPlugin(DPPluginBase):
         gradient_as_bucket_view: gradients are views of the buckets.
         static_graph: whether the same parameters are used in every step.
         fp8_communication: communicate gradients in 8 bits.
+
+    Examples:
+        >>> from shardwise.booster import Booster
+        >>> from shardwise.booster.plugin import TorchDDPPlugin
+        >>> plugin = TorchDDPPlugin()
+        >>> booster = Booster(mixed_precision="bf16", plugin=plugin)
     """
 
     broadcast_buffers: bool = True

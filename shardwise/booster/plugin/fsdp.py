@@ -154,6 +154,12 @@ class TorchFSDPPlugin(DPPluginBase):
         param_init_fn: function that initializes a module; called on each module with meta parameters of its own.
         sync_module_states: all ranks start from the first rank's parameters and buffers.
         fp8_communication: communicate parameters and gradients in 8 bits, if there are no replicas.
+
+    Examples:
+        >>> from shardwise.booster import Booster
+        >>> from shardwise.booster.plugin import TorchFSDPPlugin
+        >>> plugin = TorchFSDPPlugin()
+        >>> booster = Booster(plugin=plugin)
     """
 
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None

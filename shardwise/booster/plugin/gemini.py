@@ -115,6 +115,12 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
             soon as its gradient is reduced, during backward. Gradients are not kept, and each step is one backward
             pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state is in host
             memory or on a disk.
+
+    Examples:
+        >>> from shardwise.booster import Booster
+        >>> from shardwise.booster.plugin import GeminiPlugin
+        >>> plugin = GeminiPlugin(precision="bf16", offload_optim_frac=1.0)
+        >>> booster = Booster(plugin=plugin)
     """
 
     chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None

@@ -123,6 +123,12 @@ class HybridParallelPlugin(ShardedPlugin, RankAxes):
             pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state is in host
             memory or on a disk.
         scheduler_nodes: only ``None``: ``pp_style="zbv"`` has its own schedule.
+
+    Examples:
+        >>> from shardwise.booster import Booster
+        >>> from shardwise.booster.plugin import HybridParallelPlugin
+        >>> plugin = HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=1, precision="bf16")
+        >>> booster = Booster(plugin=plugin)
     """
 
     tp_size: int

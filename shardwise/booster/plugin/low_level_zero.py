@@ -48,6 +48,12 @@ class LowLevelZeroPlugin(ShardedPlugin, DPPluginBase):
             soon as its gradient is reduced, during backward. Gradients are not kept, and each step is one backward
             pass. Not with ``max_norm`` or ``precision="fp16"``. On a GPU this is done for chunks whose state is in host
             memory or on a disk.
+
+    Examples:
+        >>> from shardwise.booster import Booster
+        >>> from shardwise.booster.plugin import LowLevelZeroPlugin
+        >>> plugin = LowLevelZeroPlugin(stage=2, precision="bf16", max_norm=1.0)
+        >>> booster = Booster(plugin=plugin)
     """
 
     stage: int = 1

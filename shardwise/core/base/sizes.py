@@ -18,10 +18,18 @@ BY_LOWER_CASE = {unit.lower(): factor for unit, factor in FACTORS.items()}
 
 
 def parse_size(text: str) -> int:
-    """Return ``'64MiB'``, ``'1.5 GiB'``, ``'24GB'`` (powers of 1000) or ``'4096'`` in bytes, rounded down.
+    """Return a size with a unit in bytes, rounded down.
+
+    Args:
+        text: a number with KiB, MiB, GiB and so on (powers of 1024), with KB, MB, GB and so on (powers of 1000), or
+            without a unit.
 
     Raises:
         ValueError: another text, less than one byte, or more than any machine has.
+
+    Examples:
+        >>> shardwise.parse_size("1.5 GiB")
+        1610612736
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", text.strip().lower())
     factor = BY_LOWER_CASE.get(match[2]) if match else None
@@ -55,7 +63,15 @@ def device_bytes(device_memory: int | str | None) -> int | None:
 
 
 def size_text(size_bytes: float) -> str:
-    """Return ``1536`` as ``'1.5 KiB'``: at most four digits, and never rounded up to 1024 of a unit."""
+    """Return a number of bytes as text with at most four digits, never rounded up to 1024 of a unit.
+
+    Args:
+        size_bytes: the number of bytes.
+
+    Examples:
+        >>> shardwise.size_text(1536)
+        '1.5 KiB'
+    """
     value, unit = float(size_bytes), 0
     while abs(value) >= 999.95 and unit < len(BINARY) - 1:
         value, unit = value / 1024, unit + 1

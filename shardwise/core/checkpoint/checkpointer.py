@@ -18,7 +18,7 @@ from shardwise.core.checkpoint.training_run import Run, Trained, as_run
 
 
 class Checkpointer:
-    """Save and restore one run. Every method is collective.
+    """Saves and restores one run: the type of ``session.checkpoints``. Every method is collective.
 
     Args:
         session: a session of our engine, or any :class:`~shardwise.core.checkpoint.training_run.Run`.
@@ -81,7 +81,8 @@ class Checkpointer:
             TypeError: ``keep`` or ``step`` is not an integer.
 
         Examples:
-            >>> path = session.checkpoints.save("checkpoints", data_position={"epoch": 2, "batch": 40}, keep=3)
+            >>> position = {"epoch": 2, "batch": 40}
+            >>> path = session.checkpoints.save("checkpoints", data_position=position, keep=3)
         """
         if keep is not None:
             integer("keep", keep, 1, what="how many checkpoints remain (None: all),")
@@ -151,8 +152,7 @@ class Checkpointer:
         rows: Mapping[str, Rows] | None = None,
         check: Check = None,
     ) -> Restored | None:
-        """Restore a checkpoint at any number of ranks, tensor and pipeline parallel size, stage, packing, tier and
-        precision.
+        """Restore a checkpoint with any number of ranks, parallelism, stage, packing, tier and precision.
 
         Args:
             root: a directory of checkpoints, or one checkpoint, in this format or another one that ``open_checkpoint``
@@ -164,15 +164,15 @@ class Checkpointer:
                 scheduler are errors. Different shapes always are. False loads what fits by name; rank 0 warns of
                 optimizer state that is ignored or missing, and if no name fits.
             lr_schedulers: as many schedulers as were saved, in the same order, or no scheduler.
-            rename: names in the checkpoint, or regular expressions, with the names in the model; see
-                :func:`~shardwise.core.checkpoint.formats.lazy_tensors.renamed`.
+            rename: names in the checkpoint, or regular expressions of parts of names, with the names in the model, such
+                as ``{"^transformer": "model"}``. Every match is replaced, as by ``re.sub``.
             rows: parameters that may have another number of rows in the model, with the values of new rows
-                (``"keep"``, ``"zero"``, ``"mean"``); see :class:`~shardwise.core.checkpoint.load_plan.Fit`.
+                (``"keep"``, ``"zero"``, ``"mean"``), such as ``{"embed.weight": "mean"}``.
             check: called on every rank with the saved ``user_state`` before anything is changed. An error that it
                 raises on one rank is raised on all.
 
         Returns:
-            The position in training; see :class:`Restored`.
+            The position in training, see :class:`Restored`; ``None`` under ``"auto"`` if there is no checkpoint.
 
         Raises:
             CheckpointDamage: bytes are missing or wrong (raised on every rank). The message names file and tensor, and
@@ -182,6 +182,10 @@ class Checkpointer:
                 replace all of them.
             FileNotFoundError: there is no such checkpoint.
             ValueError: names, shapes or classes do not fit; nothing was changed.
+
+        Examples:
+            >>> restored = session.checkpoints.load("checkpoints", "auto")
+            >>> epoch = restored.data_position["epoch"] if restored is not None else 0
         """
         root = as_path("root", root, "the directory of checkpoints")
         check_type("lr_schedulers", lr_schedulers, Collection, "a list of schedulers")

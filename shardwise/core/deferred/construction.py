@@ -65,6 +65,11 @@ def deferred_init() -> Iterator[None]:
     Inside, ``tensor.device`` is the device that a normal construction would use, and ``device="meta"`` means the CPU.
 
     Source: the behavior of torchdistx ``deferred_init`` and ColossalAI ``LazyInitContext``.
+
+    Examples:
+        >>> with shardwise.deferred_init():
+        ...     model = torch.nn.Linear(8, 4)
+        >>> session = shardwise.shard(model, torch.optim.AdamW(model.parameters()))
     """
     if is_recording():
         yield

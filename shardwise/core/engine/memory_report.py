@@ -18,44 +18,58 @@ from shardwise.core.update.tiles import TileStepper
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of this rank's model data that are allocated now, by kind; ``by_tier`` has them by tier and kind."""
+    """Bytes of this rank's model data that are allocated now.
+
+    Attributes:
+        parameters_bytes: shards, and the unsharded parameters that stay gathered.
+        secondary_bytes: secondary shards, see ``secondary`` of :class:`MeshPlan`.
+        gathered_bytes: sharded parameters that are gathered now.
+        peak_gathered_bytes: largest ``gathered_bytes`` so far.
+        copied_bytes: the part of ``gathered_bytes`` that was copied. CPU ranks of one host may read each other's shards
+            in place.
+        peak_copied_bytes: largest ``copied_bytes`` so far.
+        idle_bytes: host arrays for the next gather: at most two units, and the prefetched units.
+        gradients_bytes: exchange buffers and reduced shards.
+        master_bytes: fp32 masters.
+        optimizer_bytes: optimizer state.
+        buffers_bytes: the model's buffers.
+        scratch_bytes: memory of the update, kept between steps: gradients of one tile in the update's dtype, and 8 MiB
+            for copies of updated weights from the host to a GPU.
+        waiting_bytes: host memory for parameters that were updated during backward with state on a disk, until
+            ``step()``.
+        by_tier: bytes of model data by tier (``"device"``, ``"host"``, ``"disk"``) and kind, without zeros.
+        device_peak_bytes: peak of device memory; 0 without a limit of device memory.
+        device_capacity_bytes: the limit of device memory; ``None`` if there is no limit.
+    """
 
     parameters_bytes: int
-    """Shards, and the unsharded parameters that stay gathered."""
     secondary_bytes: int
-    """Secondary shards; see :attr:`MeshPlan.secondary`."""
     gathered_bytes: int
-    """Sharded chunks that are gathered right now."""
     peak_gathered_bytes: int
     copied_bytes: int
-    """The part of ``gathered_bytes`` that was copied. CPU ranks of one host may read each other's shards in place."""
     peak_copied_bytes: int
     idle_bytes: int
-    """Host arrays for the next gather: at most two units, and the prefetched units."""
     gradients_bytes: int
-    """Exchange buffers and reduced shards."""
     master_bytes: int
     optimizer_bytes: int
     buffers_bytes: int
-    """The model's buffers."""
     scratch_bytes: int
-    """Memory of the update, kept between steps: gradients of one tile in the update's dtype, and 8 MiB for copies of
-    updated weights from the host to a GPU."""
     waiting_bytes: int
-    """Host memory for parameters that were updated during backward with state on a disk, until ``step()``."""
     by_tier: dict[str, dict[str, int]]
-    """Bytes of model data by tier (``"device"``, ``"host"``, ``"disk"``) and kind, without zeros."""
     device_peak_bytes: int
-    """Peak of device memory; 0 without a declared capacity."""
     device_capacity_bytes: int | None
-    """The capacity in the plan. ``None`` if there is no limit."""
 
     @property
     def total_bytes(self) -> int:
+        """The bytes of all model data in all tiers."""
         return sum(map(self.tier_bytes, self.by_tier))
 
     def tier_bytes(self, tier: str) -> int:
-        """Return the bytes of all model data in ``tier``."""
+        """Return the bytes of all model data in a tier.
+
+        Args:
+            tier: ``"device"``, ``"host"`` or ``"disk"``.
+        """
         return sum(self.by_tier.get(tier, {}).values())
 
 

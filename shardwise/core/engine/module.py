@@ -27,7 +27,7 @@ MESH = attrgetter("sharded_values.shards.mesh")
 
 
 class ShardedModule(TransparentModule):
-    """Runs the sharded module. Other attributes are those of the user's module.
+    """Runs the sharded module. Attributes and methods that are not listed here are those of the original module.
 
     Args:
         values: the parameter values of the model.
@@ -120,11 +120,19 @@ class ShardedModule(TransparentModule):
         Args:
             write_back: keep changes of the parameters inside, each rank its own part of them. The user's own module
                 accepts ``load_state_dict()`` then.
+
+        Examples:
+            >>> with session.module.gathered():
+            ...     outputs = session.model(inputs)
         """
         return self.sharded_values.gathered(write_back)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes are not reduced; see :meth:`.Gradients.no_sync`."""
+        """Return a context in which backward passes are not reduced; the first later pass reduces the sum.
+
+        Raises:
+            ValueError: the plan reduces in every pass (stages 2 and 3), or updates during backward.
+        """
         return self.sharded_values.grads.no_sync()
 
     def memory(self) -> MemoryReport:
@@ -169,8 +177,16 @@ class ShardedModule(TransparentModule):
             keep_vars: must be False, since there are no full parameters.
             only_rank_0: other ranks, which call it too, get nothing and need no memory for it.
 
+        Returns:
+            Tensors by name, in fp32 if there are fp32 masters, with the shapes of the unsharded model.
+
         Raises:
             ValueError: ``keep_vars=True``.
+
+        Examples:
+            >>> state = session.module.state_dict(only_rank_0=True)
+            >>> if state:  # empty on other ranks
+            ...     torch.save(state, "model.pt")
         """
         if keep_vars:
             raise ValueError(f"state_dict(keep_vars={keep_vars}): ranks have only shards of parameters; leave it False")
@@ -193,5 +209,19 @@ class ShardedModule(TransparentModule):
 
     @collective("load_state_dict() of the model", MESH)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a full state. Every rank passes it and keeps its part. See :func:`load_full`. Collective."""
+        """Load a full state, including fp32 masters. Every rank passes it and keeps its part. Collective.
+
+        Args:
+            state_dict: the full state, the same on every rank.
+            strict: missing and unexpected names are errors. Shapes are checked in any case.
+            assign: must be False, since sharded parameters cannot be replaced.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as torch returns them.
+
+        Raises:
+            ValueError: ``assign=True``; or ranks give different names, shapes, dtypes or values. Nothing has changed.
+            RuntimeError: entries are missing, unexpected, or have the wrong shape. Nothing has changed.
+            PeerError: another rank raised such an error. Nothing has changed.
+        """
         return load_full(self.sharded_values, state_dict, strict, assign)

@@ -28,13 +28,25 @@ from shardwise.core.update.tiles import ParamShard
 class OneParameter:
     """Access to one parameter. Its value is the fp32 master if there is a master.
 
-    Under tensor parallelism the full tensor is that of this rank's layer, with the shape of the parameter itself.
+    All methods except :meth:`unreduced` are collective, also with ``own=True``. Under tensor parallelism the
+    full tensor is that of this rank's layer, with the shape of the parameter itself.
 
     Args:
         values: the parameter values of the model.
         grads: the gradients of the model.
         optimizers: all optimizers of the model.
         index: index of the parameter, in the order of the session's ``params``.
+
+    Examples:
+        >>> bias = session.one(session.model.bias)
+        >>> bias.name
+        'bias'
+        >>> session.backward(loss)
+        >>> bias.gradient().shape
+        torch.Size([4])
+        >>> session.optimizer.step()
+        >>> bias.state("exp_avg").shape
+        torch.Size([4])
     """
 
     def __init__(
@@ -62,13 +74,20 @@ class OneParameter:
 
     @property
     def unit(self) -> int:
-        """The unit that it is gathered with, as in events."""
+        """Index of the unit with which it is gathered."""
         return self._chunk.spec.unit
 
     # ---- its value
 
     def value(self, own: bool = False) -> torch.Tensor:
-        """Return a copy of the full value, or of this rank's shard (1-D, may be empty), on the device."""
+        """Return a copy of the value, on the device.
+
+        Args:
+            own: return this rank's shard (1-D, may be empty) instead of the full value.
+
+        Returns:
+            The full value in the shape of the parameter, or the shard; fp32 if there is a master.
+        """
         return self._read() if own else self._read_full()
 
     @collective("reading a parameter")
@@ -96,6 +115,10 @@ class OneParameter:
     @torch.no_grad()
     def set_value(self, value: torch.Tensor, own: bool = False) -> None:
         """Replace parameter and master by ``value``: the full value, the same on every rank, or this rank's shard.
+
+        Args:
+            value: the new value, on any device.
+            own: it is this rank's shard.
 
         Raises:
             ValueError: the number of elements is wrong, or ranks give different full values; nothing has changed.
@@ -143,6 +166,12 @@ class OneParameter:
     def gradient(self, own: bool = False) -> torch.Tensor | None:
         """Return the gradient that the next step would apply, before clipping: averaged and unscaled, at least fp32.
 
+        Args:
+            own: return this rank's shard (1-D, may be empty) instead of the full gradient.
+
+        Returns:
+            The gradient; ``None`` if there is no gradient.
+
         Raises:
             RuntimeError: the gradient is not averaged yet, or the plan does not keep it.
         """
@@ -157,8 +186,13 @@ class OneParameter:
 
     @torch.no_grad()
     def unreduced(self) -> torch.Tensor | None:
-        """Return a copy of the gradient of this rank's passes under ``no_sync()``, unscaled, at least fp32; ``None``
-        without such passes. Not collective."""
+        """Return a copy of the gradient of this rank's passes under ``no_sync()``, unscaled, at least fp32.
+
+        It is not collective.
+
+        Returns:
+            The full gradient; ``None`` without such passes.
+        """
         state = self._grads.states.get(self._chunk.spec.index)
         grad = None if state is None else state.local_grad(self._chunk.spec.slots.index(self._slot))
         if grad is None or not self._grads.passes.unreduced:
@@ -170,6 +204,10 @@ class OneParameter:
     @torch.no_grad()
     def set_gradient(self, value: torch.Tensor, own: bool = False) -> None:
         """Replace the gradient, as assigning ``.grad`` does in one process.
+
+        Args:
+            value: the new gradient, averaged and unscaled.
+            own: it is this rank's shard.
 
         Raises:
             ValueError: the number of elements is wrong.
@@ -183,7 +221,14 @@ class OneParameter:
 
     @collective("reading the state of a parameter")
     def state(self, key: str, own: bool = False) -> torch.Tensor | None:
-        """Return an entry of the parameter's optimizer state: a tensor, or a number (``step``). ``None`` before a step.
+        """Return an entry of the parameter's optimizer state.
+
+        Args:
+            key: the name of the entry in the optimizer, such as ``"exp_avg"`` or ``"step"``.
+            own: return this rank's shard (1-D, may be empty) instead of the full tensor.
+
+        Returns:
+            A tensor, or a number (``step``); ``None`` before a step, and for a frozen parameter.
 
         Raises:
             KeyError: the state has no such entry.
@@ -229,6 +274,11 @@ class OneParameter:
     @torch.no_grad()
     def set_state(self, key: str, value: torch.Tensor, own: bool = False) -> None:
         """Replace an element-wise entry of the parameter's optimizer state.
+
+        Args:
+            key: the name of the entry.
+            value: the new entry, on any device.
+            own: it is this rank's shard.
 
         Raises:
             ValueError, PeerError: see :meth:`set_value`.

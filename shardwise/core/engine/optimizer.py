@@ -34,7 +34,7 @@ from shardwise.core.update.tiles import has_pre_hooks, run_post_hooks, run_pre_h
 
 # See [Note: The order of an update] and [Note: Updates during backward].
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
+    """Wraps the original optimizer; ``param_groups``, ``defaults`` and ``state`` are that optimizer's own objects.
 
     ``step`` averages the gradients over the data-parallel ranks, unscales and clips them, applies them and drops them.
     See [Note: A step uses gradients up].
@@ -84,6 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._settings = self._compared_settings()
         self._watches_loss = any(not chunk.resident for chunk in shards.chunks)
         self.skipped_because: str | None = None
+        """Why the last step was skipped; ``None`` if it was not."""
         self.steps_ended = 0
         if self.scales_losses:
             grads.passes.scaled = True
@@ -198,6 +199,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: evaluated first, with gradients enabled; its value is returned.
+
+        Returns:
+            The value of ``closure``; ``None`` without it.
+
+        Raises:
+            RuntimeError: the session is closed, or its states are offloaded.
         """
         with deferred_interrupts("step()"):
             return self._step(closure)
@@ -311,7 +318,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this optimizer's parameters, reduced or not."""
+        """Drop the gradients of this optimizer's parameters, reduced or not.
+
+        Args:
+            set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`; gradients are dropped in any case.
+        """
         self._grads.zero(self.index)
 
     def _drop(self) -> None:
@@ -467,8 +478,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._grads.facade.clip.get(self.index, 1.0)
 
     def get_grad_norm(self, norm_type: float | None = None) -> float | None:
-        """Return the global norm of the last step's gradients before clipping: averaged, unscaled; ``None`` before a
-        step.
+        """Return the global norm of the last step's gradients before clipping, averaged and unscaled.
+
+        Args:
+            norm_type: p of the p-norm; ``None`` is the ``norm_type`` of the plan.
+
+        Returns:
+            The norm over all ranks; ``None`` before a step.
 
         Raises:
             ValueError: ``norm_type`` is not the one that the plan has steps compute.
@@ -489,9 +505,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             norm_type: p of the p-norm, ``math.inf`` included.
             error_if_nonfinite: raise on every rank if the norm is not finite; otherwise nothing is clipped then.
 
+        Returns:
+            The norm before clipping.
+
         Raises:
             ValueError: ``max_norm`` or ``norm_type`` is not positive.
             RuntimeError: gradients are not kept (``update="backward"``); or see ``error_if_nonfinite``.
+
+        Examples:
+            >>> session.backward(loss)
+            >>> norm = session.optimizer.clip_grad_by_norm(1.0)
+            >>> session.optimizer.step()
         """
         number("norm_type", norm_type, "(0, inf]", "p > 0, or math.inf")
         number("max_norm", max_norm, "(0, inf]", "a positive norm")
@@ -513,6 +537,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The limit is of averaged, unscaled gradients. Nothing is clipped if one of them is not finite, so that a loss
         scale still skips the step. Every rank calls it.
+
+        Args:
+            clip_value: largest absolute value of an element.
 
         Raises:
             ValueError: ``clip_value`` is not positive.
@@ -540,11 +567,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @collective("state_dict() of an optimizer")
     def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:
-        """Return the full state on every rank, with the keys of plain torch, and ``scaler`` if there is one.
-        Collective.
+        """Return the full state on every rank, with the keys of plain torch. Collective.
 
         Args:
             only_rank_0: other ranks, which call it too, get groups without state and need no memory for it.
+
+        Returns:
+            ``state`` and ``param_groups`` as a torch optimizer returns them, on the host, and ``scaler`` if there is a
+            loss scale.
         """
         for hook in self.optimizer._optimizer_state_dict_pre_hooks.values():
             hook(self.optimizer)
@@ -556,8 +586,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @collective("load_state_dict() of an optimizer")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full state (ours or plain torch's for the same parameters), the same on every rank; each rank keeps
-        its part. Collective.
+        """Load a full state, of :meth:`state_dict` or of the unsharded optimizer. Each rank keeps its part. Collective.
+
+        Args:
+            state_dict: the full state, the same on every rank.
 
         Raises:
             ValueError: groups or shapes do not match, or ranks give different states; nothing has changed.

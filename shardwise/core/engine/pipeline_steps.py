@@ -24,7 +24,7 @@ from shardwise.plan.precision import HALF_DTYPES
 
 
 class PipelineSteps:
-    """The pipeline steps of one session.
+    """Runs the steps of a model with pipeline stages.
 
     Args:
         shards: the shards of a model with pipeline stages.
@@ -60,9 +60,23 @@ class PipelineSteps:
         Args:
             batch: the same on all ranks of the pipeline: a mapping of the model's arguments, a sequence, or a tensor;
                 it is moved to the device.
-            criterion: ``criterion(outputs, inputs)`` of a micro-batch, called on the last stage.
+            criterion: ``criterion(outputs, inputs)`` returns the loss of a micro-batch, a scalar. It is called on the
+                last stage, with the model's outputs and the micro-batch.
             train: gradients accumulate to those of the loss over the batch.
-            wants_outputs: see :class:`Outcome`.
+            wants_outputs: return the outputs of all micro-batches, too, which need memory for the full batch.
+
+        Returns:
+            Loss and outputs, see :class:`Outcome`.
+
+        Raises:
+            ValueError: the batch cannot be divided, or ranks have different batches (raised on every rank).
+            PeerError: another rank failed.
+
+        Examples:
+            >>> outcome = session.pipeline.step(batch, lambda outputs, inputs: outputs.loss, train=True)
+            >>> session.optimizer.step()
+            >>> session.optimizer.zero_grad()
+            >>> loss = session.pipeline.everywhere(outcome.loss).item()
         """
         grads = self._grads
         parts = self._begin(batch, train)
@@ -159,7 +173,14 @@ class PipelineSteps:
         return make_schedule(plan.schedule, ranks, plan.chunks, microbatches)
 
     def everywhere(self, loss: Tensor | None) -> Tensor:
-        """Return the loss of the last stage on every rank of the pipeline. Collective over these."""
+        """Return the loss of the last stage on every rank of the pipeline. Collective over these.
+
+        Args:
+            loss: ``outcome.loss`` of :meth:`step`: a scalar on the last stage, ``None`` on other ranks.
+
+        Returns:
+            The loss, on this rank's device.
+        """
         mesh = self._mesh
         own = None if loss is None else [loss.item(), str(loss.dtype).removeprefix("torch.")]
         value, kind = mesh.pipeline.exchange_object(own, "the loss")[self._staging.last_rank]

@@ -23,7 +23,7 @@ ADVICE = {
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device has too little memory. The message lists the accounts.
+    """The device has too little memory. The message lists the bytes by kind.
 
     Attributes:
         announced: whether every rank of the gathering group raises this error, too.

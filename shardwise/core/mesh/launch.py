@@ -133,7 +133,10 @@ def init_distributed(
         device: device of this rank. Default: a GPU if every rank has its own, otherwise the CPU. A CUDA device without
             an index means the rank's own GPU.
         backend: backend of the default process group. Default: ``"gloo"`` on CPU, ``"nccl"`` on CUDA.
-        timeout: how long a rank waits for the other ranks.
+        timeout: how long a rank waits for the other ranks; 5 minutes by default.
+
+    Returns:
+        This rank's device, for its batches and its model.
 
     Raises:
         ValueError: the device does not exist on this rank. On every rank: several ranks would share a GPU, some ranks
@@ -142,6 +145,10 @@ def init_distributed(
 
     Warns:
         UserWarning: no device was given and the CPU is used although there are GPUs; or a Slurm task would train alone.
+
+    Examples:
+        >>> device = shardwise.init_distributed()
+        >>> batch = torch.randn(2, 8, device=device)
     """
     facts = LaunchFacts.read()
     if not facts.launched:
@@ -425,6 +432,6 @@ def read_variable(name: str) -> str | None:
 
 
 def shutdown() -> None:
-    """Destroy the default process group, if there is one."""
+    """Destroy the default process group, if there is one. Call it on every rank at the end of the program."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -66,34 +66,40 @@ class _Axes:
 
 
 class Mesh(_Axes):
-    """The groups of this rank along each axis, over all ranks or the ranks of one process group.
+    """This rank's place and its groups along each axis, over all ranks or the ranks of one process group.
 
     ``rank`` and ``size`` count data-parallel ranks: rank = replica index * shard ranks + shard index. With tensor or
     pipeline parallelism, several ranks hold one model together; each group counts the ranks with the same part and
     stage. Meshes over disjoint process groups are independent of each other.
 
+    A group has ``rank`` (this rank's index in it), ``size``, and its collectives.
+
     Attributes:
-        device: device of this rank.
-        shard: the ranks that hold the shards of one copy of the parameters.
-        secondary: adjacent ranks of ``shard`` that keep a second copy together; ``None`` if there is no second copy.
-        replicate: the ranks that hold the same shard of different copies.
-        world: the data-parallel ranks. If one axis has a single rank, this is the group of the other axis itself.
-        tensor: the ranks that hold parts of the same layers (tensor parallelism); they see the same data.
-        pipeline: the ranks that hold the stages of one model; they see the same data.
-        mesh_group: all ranks of the mesh; ``world`` itself without tensor and pipeline parallelism.
-        stage_group: the ranks of the same pipeline stage; ``mesh_group`` itself if there is one stage.
-        rank: this process in ``world``.
-        size: number of ranks in ``world``.
-        ranks: their ranks in ``torch.distributed``, by rank in ``world``.
-        members: the process group that the mesh was made over; ``None``: all ranks.
-        wire: point-to-point channel between the ranks of ``pipeline``; ``None`` if there is one rank.
-        sequence: the data-parallel ranks that see parts of the same sequences; adjacent in ``world``.
-        ring: point-to-point channel between the ranks of ``sequence``; ``None`` if there is one rank.
-        model_parallel: the ranks that hold the other parts of the same model: those of ``tensor`` and ``pipeline``, or
-            the group given to :meth:`join_model_parallel`.
-        joined: the group given to :meth:`join_model_parallel`, or ``None``.
-        device_mesh: torch's ``DeviceMesh`` with axes ``("dp_replicate", "dp_shard")``, ``"tp"`` if ``tp > 1`` and
-            ``"pp"`` if ``pp > 1``; ``None`` without torch.distributed.
+        device (torch.device): device of this rank.
+        rank (int): this rank's index among the data-parallel ranks.
+        size (int): number of data-parallel ranks.
+        ranks (tuple[int, ...]): ranks in ``torch.distributed`` of the data-parallel ranks.
+        device_mesh (DeviceMesh | None): torch's ``DeviceMesh`` with axes ``("dp_replicate", "dp_shard")``, ``"tp"`` if
+            ``tp > 1`` and ``"pp"`` if ``pp > 1``; ``None`` without torch.distributed.
+        world (Group): the data-parallel ranks. If one axis has a single rank, this is the group of the other axis
+            itself.
+        shard (Group): the ranks that hold the shards of one copy of the parameters.
+        replicate (Group): the ranks that hold the same shard of different copies.
+        secondary (Group | None): adjacent ranks of ``shard`` that keep a second copy together; ``None`` if there is no
+            second copy.
+        tensor (Group): the ranks that hold parts of the same layers (tensor parallelism); they see the same data.
+        pipeline (Group): the ranks that hold the stages of one model; they see the same data.
+        sequence (Group): the data-parallel ranks that see parts of the same sequences; adjacent in ``world``.
+        stage_group (Group): the ranks of the same pipeline stage; ``mesh_group`` itself if there is one stage.
+        mesh_group (Group): all ranks of the mesh; ``world`` itself without tensor and pipeline parallelism.
+        model_parallel (Group | None): the ranks that hold the other parts of the same model: those of ``tensor`` and
+            ``pipeline``, or the group given to :meth:`join_model_parallel`; ``None`` if there are none.
+        joined (Group | None): the group given to :meth:`join_model_parallel`; ``None`` if none was given.
+        members (Members | None): the process group that the mesh was made over; ``None``: all ranks.
+        wire (P2PChannel | None): point-to-point channel between the ranks of ``pipeline``; ``None`` if there is one
+            rank.
+        ring (P2PChannel | None): point-to-point channel between the ranks of ``sequence``; ``None`` if there is one
+            rank.
     """
 
     def __init__(
@@ -127,11 +133,21 @@ class Mesh(_Axes):
             comm: how the ranks communicate.
             group: a process group that this rank belongs to; other ranks may give other groups. ``None``: all ranks.
 
+        Returns:
+            The mesh, for ``build(model, optimizer, plan, mesh)``.
+
         Raises:
             ValueError: this rank is not in ``group``; the plan does not fit the number of ranks, or differs between
                 them; ``comm.shared_memory`` is True and memory cannot be shared; or two ranks would share a GPU
                 under a backend other than gloo. Every rank raises it.
             RuntimeError: a launcher started several processes, and there is no process group, or one of one rank.
+
+        Examples:
+            >>> from shardwise.core.mesh import Mesh
+            >>> from shardwise.plan import zero
+            >>> plan, device = zero(2), shardwise.init_distributed()
+            >>> mesh = Mesh.create(plan.mesh, device, plan.comm)
+            >>> session = shardwise.build(model, optimizer, plan, mesh)
         """
         device = own_device(torch.device(device))
         with on_device(device):  # torch makes communicators, and talks through them, for the current GPU

@@ -379,6 +379,11 @@ class CPUAdam(_Adam):
     Raises:
         ValueError: a number is out of range.
         DiskError: no file can be created in ``nvme_offload_dir``.
+
+    Examples:
+        >>> from shardwise.nn.optimizer import CPUAdam
+        >>> optimizer = CPUAdam(model.parameters(), lr=1e-3)
+        >>> session = shardwise.shard(model, optimizer, stage=2, offload="host")
     """
 
     def __init__(
@@ -420,12 +425,18 @@ class HybridAdam(CPUAdam):
     """Adam and AdamW for a model with parameters on the host, on GPUs, or on both.
 
     Args:
-        model_params: see :class:`CPUAdam`, as for all other named arguments.
+        model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode: as for :class:`CPUAdam`.
+        nvme_offload_fraction, nvme_offload_dir: as for :class:`CPUAdam`.
         defaults: default options of parameter groups; see :meth:`CPUAdam.add_param_group`.
 
     Raises:
         ValueError: a number is out of range, or an option is not supported.
         TypeError: an option does not exist.
+
+    Examples:
+        >>> from shardwise.nn.optimizer import HybridAdam
+        >>> optimizer = HybridAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
+        >>> session = shardwise.shard(model, optimizer, stage=3, offload="host")
     """
 
     def __init__(
@@ -468,6 +479,10 @@ class FusedAdam(_Adam):
     Raises:
         ValueError: a number is out of range.
         RuntimeError: ``amsgrad`` is True.
+
+    Examples:
+        >>> from shardwise.nn.optimizer import FusedAdam
+        >>> session = shardwise.shard(model, FusedAdam(model.parameters(), lr=1e-3), stage=2)
     """
 
     _copied = (*_Adam._copied, "set_grad_none")
@@ -491,7 +506,11 @@ class FusedAdam(_Adam):
         self.set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``."""
+        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``.
+
+        Args:
+            set_to_none: None or zero; ``None`` is the constructor's ``set_grad_none``.
+        """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(
@@ -504,6 +523,14 @@ class FusedAdam(_Adam):
         div_scale: float = -1,
     ) -> Any:
         """Update every parameter that has a gradient, as :meth:`CPUAdam.step`.
+
+        Args:
+            closure: recomputes the loss and returns it; run with gradients enabled.
+            grads, output_params, scale, grad_norms: must be ``None``.
+            div_scale: as for :class:`CPUAdam`.
+
+        Returns:
+            The result of ``closure``.
 
         Raises:
             RuntimeError: ``grads``, ``output_params``, ``scale`` or ``grad_norms`` is given; they exist only for this

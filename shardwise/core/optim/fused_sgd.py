@@ -22,6 +22,10 @@ class FusedSGD(torch.optim.SGD):
     Raises:
         NotImplementedError: ``wd_after_momentum``.
         ValueError: a number is out of its range, or ``nesterov`` without momentum.
+
+    Examples:
+        >>> from shardwise.nn.optimizer import FusedSGD
+        >>> session = shardwise.shard(model, FusedSGD(model.parameters(), lr=0.1, momentum=0.9), stage=2)
     """
 
     def __init__(

@@ -26,6 +26,10 @@ class Lamb(WholeTensorOptimizer):
         weight_decay: decoupled weight decay, applied before the ratio of norms.
         adam: whether the ratio is always 1.
         bias_correction: apply bias correction of both moments through the learning rate.
+
+    Examples:
+        >>> from shardwise.nn.optimizer import Lamb
+        >>> session = shardwise.shard(model, Lamb(model.parameters(), lr=1e-3), stage=1)
     """
 
     def __init__(
@@ -140,12 +144,17 @@ class FusedLAMB(WholeTensorOptimizer):
         adam_w_mode: if True, weight decay is added to the update, otherwise to the gradient.
         grad_averaging: multiply the gradient by ``1 - betas[0]`` in the first moment.
         set_grad_none: default of ``zero_grad()``.
-        max_grad_norm: maximal norm of the gradients; 0 disables clipping. Sharded models need 0 and clip with the
-            front-end.
+        max_grad_norm: maximal norm of the gradients; 0 disables clipping. Sharded models need 0: use
+            ``max_norm`` of ``shard``.
         use_nvlamb: apply the ratio of norms to every parameter.
 
     Raises:
         RuntimeError: ``amsgrad`` is True.
+
+    Examples:
+        >>> from shardwise.nn.optimizer import FusedLAMB
+        >>> optimizer = FusedLAMB(model.parameters(), lr=1e-3, max_grad_norm=0.0)
+        >>> session = shardwise.shard(model, optimizer, stage=2, max_norm=1.0)
     """
 
     def __init__(
@@ -181,12 +190,23 @@ class FusedLAMB(WholeTensorOptimizer):
         return f"max_grad_norm={max(norms)} needs all gradients: give 0 here, and clip with the front-end" * any(norms)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``."""
+        """Set all gradients to None or to zero. ``set_to_none=None`` is the argument ``set_grad_none``.
+
+        Args:
+            set_to_none: None or zero; ``None`` is the constructor's ``set_grad_none``.
+        """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient, and return the result of ``closure``, which runs first."""
+        """Update every parameter that has a gradient, and return the result of ``closure``, which runs first.
+
+        Args:
+            closure: recomputes the loss and returns it.
+
+        Returns:
+            The result of ``closure``.
+        """
         if closure is None:
             most = self.param_groups[0]["max_grad_norm"]
             norms = [as_computed(grad).norm(2).double() for _, _, grad in self._live()] if most else []

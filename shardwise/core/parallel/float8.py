@@ -154,6 +154,11 @@ def convert_to_float8_training(model: nn.Module) -> list[str]:
 
     Warns:
         UserWarning: some linear layers were not changed, or the model has none.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> shardwise.convert_to_float8_training(model)
+        ['0']
     """
     changed, skipped, before = [], [], False
     for name, module in model.named_modules():

@@ -511,16 +511,23 @@ def write_dcp(
     """Write a directory that ``torch.distributed.checkpoint.load`` reads on any number of ranks.
 
     Args:
-        source: any checkpoint.
+        source: the result of :func:`open_checkpoint`.
         path: the directory to create or replace.
         layout: ``"fsdp2"`` (``{"model": ..., "optim": ...}``) or ``"torchtitan"``. Several optimizers are merged, as
             ``get_optimizer_state_dict`` does.
         dtype: dtype of the model's floating-point tensors; ``None``: as stored.
 
+    Returns:
+        The directory.
+
     Raises:
         ValueError: an unknown layout.
         CheckpointError: the source has nothing to write.
         NotADirectoryError: ``path`` is a file.
+
+    Examples:
+        >>> with shardwise.open_checkpoint("checkpoints") as source:
+        ...     path = shardwise.write_dcp(source, "model-dcp", layout="fsdp2")
     """
     if layout not in ("fsdp2", "torchtitan"):
         raise ValueError(f"layout={layout!r} is not a layout of DCP; use 'fsdp2' or 'torchtitan'")

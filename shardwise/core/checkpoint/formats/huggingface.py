@@ -69,7 +69,7 @@ def write_huggingface(
     """Write the model of ``source`` so that ``from_pretrained(path)`` loads it.
 
     Args:
-        source: any checkpoint with a model.
+        source: the result of :func:`open_checkpoint`, with a model.
         path: the directory; an earlier model in it is replaced, other files (a tokenizer) stay.
         size_per_shard: largest size of a shard in MB of 2**20 bytes; only a shard of a single tensor may be larger.
         dtype: dtype of floating-point tensors; ``None``: as stored.
@@ -87,6 +87,10 @@ def write_huggingface(
         NotADirectoryError: ``path`` is a file.
         ValueError: the shard size is not positive.
         OSError: the directory cannot be written; its earlier content is unchanged.
+
+    Examples:
+        >>> with shardwise.open_checkpoint("checkpoints") as source:
+        ...     files = shardwise.write_huggingface(source, "model-hf", dtype=torch.bfloat16)
     """
     target = Path(path)
     if config is None and not (target / "config.json").exists():

@@ -102,7 +102,7 @@ def write_peft(
     """Write the adapter in ``source`` so that ``PeftModel.from_pretrained`` loads it.
 
     Args:
-        source: a checkpoint with the parameters of a ``PeftModel``.
+        source: the result of :func:`open_checkpoint`, with the parameters of a ``PeftModel``.
         path: the directory; an earlier adapter in it is replaced.
         config: a ``PeftConfig`` or a dictionary; ``None``: the one that :func:`open_peft` read, or that of the run
             which saved the source.
@@ -112,6 +112,9 @@ def write_peft(
         vocabulary: the model's vocabulary, as ``vocabulary_of`` returns it; ``None``: that of the run which saved the
             source. It decides whether embeddings are saved, see :func:`embedding_weights`.
         trained: names of the trained parameters in the model.
+
+    Returns:
+        The written files.
 
     Raises:
         CheckpointError: no configuration, no parameters of that adapter, an adapter type other than LoRA, or a trained

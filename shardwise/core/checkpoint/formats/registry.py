@@ -213,15 +213,20 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
     """Write ``source`` at ``path``; an existing checkpoint is replaced in one step, or unchanged if this raises.
 
     Args:
-        source: any checkpoint.
+        source: the result of :func:`open_checkpoint`.
         path: a directory or a file, as the format has it.
-        format: the name of one of :func:`known_formats` that has a writer.
-        options: the writer's own, such as ``dtype`` (of the model's floating-point tensors).
+        format: ``"native"``, ``"huggingface"``, ``"dcp"``, ``"single"``, ``"peft"``, ``"colossalai"``, or a registered
+            name.
+        options: further arguments of the writer, such as those of :func:`write_huggingface`.
 
     Raises:
         ValueError: an unknown format or option.
         CheckpointError: the source lacks values that the format needs.
         OSError: the checkpoint cannot be written.
+
+    Examples:
+        >>> with shardwise.open_checkpoint("checkpoints") as source:
+        ...     shardwise.write_checkpoint(source, "model.pt", "single", dtype=torch.bfloat16)
     """
     known = {each.name: each for each in known_formats() if each.write is not None}
     chosen = known.get(format)
@@ -234,7 +239,11 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
 
 
 def register_format(format: Format) -> Callable[[], None]:
-    """Register a ``format``, so that its checkpoints are recognized, opened and written like ours.
+    """Register a format, so that its checkpoints are recognized, opened and written like those of the built-in formats.
+
+    Args:
+        format: a ``Format`` of ``shardwise.core.checkpoint.formats``: its name, and functions that recognize, open and
+            write it.
 
     Returns:
         A function that removes the format again.
@@ -320,11 +329,15 @@ def open_checkpoint(
     Args:
         path: a directory or a file. In a directory of native checkpoints, opens the newest; in one of a Trainer or of
             accelerate, the ``checkpoint-N`` or ``checkpoint_N`` with the highest number.
-        format: the name of one of :func:`known_formats`; ``None``: detect it.
+        format: ``"native"``, ``"huggingface"``, ``"dcp"``, ``"single"``, ``"peft"``, ``"deepspeed"``, ``"colossalai"``,
+            ``"trainer"``, ``"accelerate"``, or a registered name; ``None``: detect it.
         optimizer: ColossalAI only: the optimizer's directory, if it is not next to the model.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
-        rename: names in the checkpoint, or regular expressions, with their new names; see
-            :func:`~shardwise.core.checkpoint.formats.lazy_tensors.renamed`.
+        rename: names in the checkpoint, or regular expressions, with their new names, as for
+            ``session.checkpoints.load``.
+
+    Returns:
+        The source, which a writer reads tensor by tensor.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -332,6 +345,10 @@ def open_checkpoint(
         CheckpointError: several formats, or unknown content.
         RefusedPickle: a file that can only be read by running code; the message names its classes.
         CheckpointDamage: a file is missing, cut off or changed.
+
+    Examples:
+        >>> with shardwise.open_checkpoint("checkpoints") as source:
+        ...     path = shardwise.write_single(source, "model.safetensors")
     """
     names = [each.name for each in known_formats()]
     if format is not None and format not in names:

@@ -132,6 +132,14 @@ def write_single(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
     A safetensors file has other names of tied tensors in its header. A torch file is the ``state_dict()``, which is in
     memory at once.
 
+    Args:
+        source: the result of :func:`open_checkpoint`, with a model.
+        path: the file: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``.
+        dtype: dtype of floating-point tensors; ``None``: as stored.
+
+    Returns:
+        The file.
+
     Raises:
         ValueError: the name has neither of these suffixes.
         CheckpointError: the source has no model.

@@ -39,13 +39,27 @@ class Medium(Protocol):
     """
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve space for ``nbytes`` more, before any transfer to it; raise an error if there is not enough."""
+        """Reserve space for ``nbytes`` more, before any transfer to it; raise an error if there is not enough.
+
+        Args:
+            nbytes: number of bytes.
+        """
 
     def read(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` (uint8, lent for this call) with the block at ``offset``, written before with this size."""
+        """Fill ``memory`` (uint8, lent for this call) with the block at ``offset``, written before with this size.
+
+        Args:
+            offset: position of the block in bytes.
+            memory: as many bytes as the block has.
+        """
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Store a copy of ``memory`` (uint8, read-only, lent for this call) at ``offset``, replacing what is there."""
+        """Store a copy of ``memory`` (uint8, read-only, lent for this call) at ``offset``, replacing what is there.
+
+        Args:
+            offset: position of the block in bytes.
+            memory: the bytes of the block.
+        """
 
     def close(self) -> None:
         """Drop everything. Called once, when no transfer runs any more, at the latest when the interpreter exits."""
@@ -58,9 +72,11 @@ _REGISTERED: dict[str, OpenMedium] = {}
 
 
 def register_medium(name: str, open: OpenMedium) -> Callable[[], None]:
-    """Register a medium for ``DiskPlan(medium=name)``: ``open`` returns it.
+    """Register a medium for ``DiskPlan(medium=name)``. Every rank registers it before the model is sharded.
 
-    Every rank registers it before ``build()``.
+    Args:
+        name: the value of ``medium``.
+        open: ``open(disk_plan, rank)`` returns an empty :class:`Medium`. One process may open several.
 
     Returns:
         A function that undoes the registration; open media stay open.

@@ -141,6 +141,14 @@ def draw(stats: MemStats, title: str = "Memory of one training step") -> str:
 
     The picture shows the kinds of memory stacked over the moments of the step, the phases as shaded bands, the capacity
     (drawn if it is near the peak, mentioned if it is far above), and the peak with the name of its moment.
+
+    Args:
+        stats: the trace, of ``session.memory_stats()`` or :func:`trace_memory`.
+        title: title of the picture.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> written = Path("memory.svg").write_text(shardwise.draw(stats))
     """
     frame = _Frame(stats)
     summary = f"peak {size_text(stats.peak_bytes)} on {shortened(stats.device)}, {len(stats.moments)} moments"
@@ -283,8 +291,13 @@ def _legend(kinds: Sequence[str], left: float, top: float) -> list[str]:
 
 
 def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only: bool = False) -> str:
-    """Return the trace as text: a bar for each moment or for adjacent ones, at most about ``rows`` lines of at most
-    ``width`` columns, if these are 40 or more.
+    """Return the trace as text: a bar for each moment or for adjacent ones.
+
+    Args:
+        stats: the trace.
+        width: the largest number of columns, 40 or more.
+        rows: about the largest number of lines.
+        ascii_only: use ASCII characters only.
     """
     model, other, mark = ("#", ".", "<") if ascii_only else ("█", "░", "◀")
     columns = _columns(stats.moments, rows)
@@ -396,7 +409,17 @@ def tiers_text(
     capacities: Mapping[str, int | None],
     width: int = 100,
 ) -> str:
-    """Return a bar for each tier as text; arguments as for :func:`draw_tiers`. A ``|`` marks the end of a capacity."""
+    """Return a bar for each tier as text. A ``|`` marks the end of a capacity.
+
+    Args:
+        by_tier: as for :func:`draw_tiers`.
+        capacities: as for :func:`draw_tiers`.
+        width: characters in a line.
+
+    Examples:
+        >>> print(shardwise.tiers_text(session.memory().by_tier, {"device": 2**20}))  # doctest: +ELLIPSIS
+        device...
+    """
     kinds = _kinds(by_tier)
     symbol = {kind: SYMBOLS[i % len(SYMBOLS)] for i, kind in enumerate(kinds)}
     scale = _scale(by_tier, capacities)
@@ -452,7 +475,13 @@ def stats_table(stats: MemStats) -> str:
 
 
 def dump_memory_stats(stats: MemStats, path: str | os.PathLike[str]) -> None:
-    """Write :func:`stats_table` to ``path``."""
+    """Write the trace as a text table: totals, the composition of the peak, the highest moments, and a row for each
+    moment.
+
+    Args:
+        stats: the trace.
+        path: the file, which is replaced.
+    """
     Path(path).write_text(stats_table(stats), encoding="utf-8")
 
 

@@ -52,12 +52,22 @@ def trace_memory(
             that of a later step with state.
         capacity_bytes: capacity of the device. Default: that of a CUDA device; no limit for other devices.
 
+    Returns:
+        The trace of the step, with the bytes at each moment.
+
     Parameters, buffers, gradients, optimizer state, random state and hooks are restored afterwards, also after an
     error. Other changes by the forward pass (a counter in an attribute) remain.
 
     Raises:
         ValueError: a lazy module is not initialized, or the loss is not a scalar.
         TypeError: the loss is not a tensor.
+
+    Examples:
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(1024, 1024)
+        >>> stats = shardwise.trace_memory(model, torch.empty(8, 1024, device="meta"), capacity_bytes=2**30)
+        >>> shardwise.size_text(stats.peak_model_bytes)
+        '8.01 MiB'
     """
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(parameter):

@@ -56,13 +56,15 @@ class Moment:
 class MemStats:
     """The memory trace of one training step.
 
-    Positions count uses of units as ``shards.policy.Trace`` does: immediate repetitions of a unit count as one use,
-    and following moments without a unit (-1) belong to the use before them, except in the optimizer's step.
+    A moment is a point of the step, and has ``name``, ``phase`` (``forward``, ``backward`` or ``step``),
+    ``model_bytes``, ``non_model_bytes`` and ``total_bytes`` until the next moment, and the index ``unit`` of the unit
+    that is about to be used, or -1. A position counts uses of units: immediate repetitions of a unit count as one use,
+    and following moments without a unit belong to the use before them, except in the optimizer's step.
 
     Attributes:
         moments: the moments in the order of the step.
         device: name of the device, such as ``cpu`` or ``cuda:0``.
-        capacity_bytes: capacity of the device; None if it has no known limit.
+        capacity_bytes: capacity of the device; ``None`` if it has no known limit.
         gathered_bytes: size of each unit when it is gathered.
     """
 
@@ -118,7 +120,11 @@ class MemStats:
         return max((m.non_model_bytes for m in self.moments), default=0)
 
     def matches(self, order: Sequence[int]) -> bool:
-        """Return True if a step used its units in this order (immediate repetitions count once)."""
+        """Return True if a step used its units in this order (immediate repetitions count once).
+
+        Args:
+            order: indices of units.
+        """
         return self.order == _once(order)
 
     def to_json(self) -> str:
@@ -139,6 +145,12 @@ class MemStats:
     @classmethod
     def from_json(cls, text: str) -> MemStats:
         """Parse the result of :meth:`to_json`.
+
+        Args:
+            text: the line of JSON.
+
+        Returns:
+            The trace.
 
         Raises:
             ValueError: ``text`` has another format, or a later version; the message says what is wrong.
@@ -172,12 +184,22 @@ class MemStats:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace as JSON, and replace an existing file atomically."""
+        """Write the trace as JSON, and replace an existing file atomically.
+
+        Args:
+            path: the file.
+        """
         replace_text(Path(path), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MemStats:
         """Load a trace that :meth:`save` has written.
+
+        Args:
+            path: the file.
+
+        Returns:
+            A trace equal to the saved one.
 
         Raises:
             OSError: the file cannot be read.

@@ -67,7 +67,15 @@ def known_bodies() -> tuple[str, ...]:
 
 
 def register_body(class_name: str, body: Body) -> None:
-    """Register how models with a module of this class are divided into stages. Call it on every rank."""
+    """Register how models with a module of this class are divided into stages. Call it on every rank.
+
+    Args:
+        class_name: name of the class whose forward pass runs the layers.
+        body: the names of its submodules.
+
+    Examples:
+        >>> shardwise.register_body("MyDecoder", shardwise.Body(layers="blocks", tokens="embedding"))
+    """
     TABLES[class_name] = body
 
 

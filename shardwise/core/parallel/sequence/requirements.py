@@ -55,7 +55,15 @@ def known_sequences() -> tuple[str, ...]:
 
 
 def register_sequence(class_name: str, body: SequenceBody) -> None:
-    """Register where a model class shards and gathers its sequences. Call it on every rank before the build."""
+    """Register where a model class shards and gathers its sequences. Call it on every rank before the build.
+
+    Args:
+        class_name: name of the class.
+        body: how the class uses positions, and where full sequences begin again.
+
+    Examples:
+        >>> shardwise.register_sequence("MyDecoder", shardwise.SequenceBody(end="norm"))
+    """
     TABLES[class_name] = body
 
 

@@ -39,11 +39,19 @@ def register_architecture(architecture: Architecture) -> Callable[[], None]:
 
     To replace the rules of a known architecture for one model, use ``TensorPlan(architecture=...)``.
 
+    Args:
+        architecture: the rules of each class of modules.
+
     Returns:
         A function that removes the architecture again.
 
     Raises:
         ValueError: an architecture of this name, or with rules for one of these classes, is registered already.
+
+    Examples:
+        >>> from shardwise import Architecture, Mlp, register_architecture
+        >>> rules = {"FeedForward": (Mlp(columns=("gate", "up"), rows=("down",)),)}
+        >>> remove = register_architecture(Architecture("my-model", rules))
     """
     if architecture.name in _KNOWN:
         raise ValueError(f"architecture {architecture.name!r} is registered already; use another name")
@@ -192,6 +200,9 @@ def propose_architecture(model: nn.Module) -> Architecture:
 
     Args:
         model: a transformers model, unsharded.
+
+    Returns:
+        The rules, for ``TensorPlan(architecture=...)``.
 
     Raises:
         ValueError: the model has no plan, or its plan has an entry that no rule covers.
