@@ -36,7 +36,6 @@ def stepper(tp: int, stage: int, size: tuple[int, int, int], pair: Any) -> Any:
     ids = torch.randint(VOCABULARY, (2, length), generator=generator)
 
     def run() -> float:
-        assert session.optimizer is not None
         loss = session.module(input_ids=ids, labels=ids).loss
         session.backward(loss)
         session.optimizer.step()

@@ -206,7 +206,6 @@ def run_case(case: Case) -> Result:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     fractions = fractions_for(case, size, parameters)
     session = build(model, optimizer, plan_of(case, fractions), device=device)
-    assert session.optimizer is not None
 
     held = [0]
 
@@ -215,7 +214,6 @@ def run_case(case: Case) -> Result:
         held.append(sum(session.ledger.bytes_by_kind().values()))
         session.backward(loss)
         held.append(sum(session.ledger.bytes_by_kind().values()))
-        assert session.optimizer is not None
         session.optimizer.step()
         return float(loss.detach())
 

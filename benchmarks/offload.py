@@ -109,7 +109,6 @@ class Training:
     def step(self) -> None:
         """One training step, finished on the device when it returns."""
         tokens, targets = (part.to(self.device) for part in batch(self.size, 0, self.done))
-        assert self.session.optimizer is not None
         self.session.reset_traffic()
         loss = self.session.module(tokens, targets)
         self.session.backward(loss)

@@ -138,7 +138,6 @@ class _Agreement:
 
 def _step(session: Session, x: Tensor) -> None:
     session.backward(session.module(x).square().mean())
-    assert session.optimizer is not None
     session.optimizer.step()
     session.optimizer.zero_grad()
 

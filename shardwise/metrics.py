@@ -60,7 +60,7 @@ class Metrics:
     def __init__(
         self, session: Session | None, *writers: Writer, every: int = 1, peak_flops: float | None = None
     ) -> None:
-        if session is None or session.optimizer is None:
+        if session is None or not session.optimizers:
             raise ValueError(
                 f"session={session!r:.80} has no sharded optimizer, whose steps Metrics records: give shard() an "
                 "optimizer, or train with one of shardwise's strategies or Trainers"

@@ -78,7 +78,7 @@ class Session:
         module (ShardedModule): the sharded model, a :class:`ShardedModule`; call it instead of the original model.
         model (nn.Module): the original model, whose parameters are sharded. It can be called, too, and keeps its
             methods.
-        optimizer (ShardedOptimizer | None): the first :class:`ShardedOptimizer`; ``None`` if no optimizer was given.
+        optimizer (ShardedOptimizer): the first :class:`ShardedOptimizer`; an ``AttributeError`` if none was given.
         optimizers (tuple[ShardedOptimizer, ...]): all sharded optimizers, in the order in which they were given.
         plan (Plan): the :class:`Plan` of the build.
         mesh (Mesh): the :class:`Mesh` of the build, with this rank's groups and its ``device``.
@@ -94,15 +94,21 @@ class Session:
         report = partial(engine.accounts.report, engine.pool, engine.grads.reducer)
         self._engine, self.module = engine, ShardedModule(engine.values, engine.model_hooks, report)
         self.optimizers = tuple(optimizers)
-        self.optimizer = self.optimizers[0] if self.optimizers else None
         shards = self._shards = engine.shards
         self.model, self.params, self.plan = shards.model, shards.params, shards.plan
         self.mesh = self._mesh = shards.mesh
         self.values, self.passes, self.events = engine.values, engine.grads.passes, engine.events
         self.ledger = shards.storage.ledger
-        self._index_of: dict[int, int] | None = None
         self.checkpoints = Checkpointer(self)
-        self.pipeline = PipelineSteps(shards, engine.grads, self.optimizer) if shards.partition.staging else None
+        self._index_of = {id(each): index for index, each in enumerate(self.params)}
+        first = optimizers[0] if optimizers else None
+        self.pipeline = PipelineSteps(shards, engine.grads, first) if shards.partition.staging else None
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        if not self.optimizers:
+            raise AttributeError("this session has no optimizer: give shard() one, after the model")
+        return self.optimizers[0]
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
         """Run the backward pass of ``loss`` (a scalar). The plan says when gradients are reduced.
@@ -127,7 +133,7 @@ class Session:
             >>> session.optimizer.step()
             >>> session.optimizer.zero_grad()
         """
-        if self.optimizer is not None:
+        if self.optimizers:
             self.optimizer.backward(loss, tokens, retain_graph)
         else:
             self.passes.backward(loss, tokens, 1.0, retain_graph)
@@ -272,8 +278,6 @@ class Session:
 
     def _places(self, params: Iterable[nn.Parameter]) -> list[int]:
         """Return the sorted indices in :attr:`params` of the ``params`` that belong to this model."""
-        if self._index_of is None:
-            self._index_of = {id(each): index for index, each in enumerate(self.params)}
         return sorted({self._index_of[id(param)] for param in params if id(param) in self._index_of})
 
     def gathered(self, params: Iterable[nn.Parameter], write_back: bool = False) -> AbstractContextManager[None]:
@@ -327,6 +331,8 @@ class Session:
         values = {index: value.to("cpu", copy=True) for index, value in full_values(self._shards, masters=True)}
         # Gathered parameters would be evicted later, with the user's values in them.
         self._engine.pool.invalidate(everything=True)
+        self.checkpoints.close()  # an error of a save leaves the session as it is
+        self._engine.guards.unsharded = True
         self.close()
         if partition.tp_plan is not None:
             partition.tp_plan.remove()
@@ -336,7 +342,6 @@ class Session:
             adopt(param, values.pop(index))
             for follower in self._shards.chunks[self._shards.layout.where[index][0]].followers_of(index):
                 point(follower, param)
-        self._engine.guards.unsharded = True
 
     # ---- memory and traffic
 
@@ -727,10 +732,10 @@ def shard(
             f"both plan={plan!r:.40}... and {', '.join(settings)} are given; give one, or change the plan by plan.but()"
         )
     if plan is not None and not isinstance(plan, Plan):
-        if not isinstance(plan, (str, os.PathLike)):
+        if not isinstance(plan, (str, os.PathLike)) or not os.path.splitext(plan)[1]:
             raise TypeError(
                 f"plan={short_repr(plan)} is not a Plan, nor the path of a .toml or .json file; give settings by name: "
-                "shard(model, optimizer, stage=3)"
+                "shard(model, optimizer, stage=3, precision='bf16')"
             )
         plan = Plan.load(plan)
     chosen = plan if plan is not None else Settings(**settings).plan()

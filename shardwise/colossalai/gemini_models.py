@@ -132,7 +132,6 @@ class GeminiDDP(ModelFront):
         vars(plugin)["_mesh"] = self.plugin.mesh()
         self.plugin = plugin
         session = self._session = self._build(optimizer)
-        assert session.optimizer is not None
         return session.optimizer
 
     def _build(self, optimizer: torch.optim.Optimizer | None = None) -> Session:

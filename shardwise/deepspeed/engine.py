@@ -78,7 +78,7 @@ class DeepSpeedEngine(ModeOfModule):
         super().__init__()
         self.module: nn.Module = session.model
         self.session, self.lr_scheduler = session, lr_scheduler
-        self.optimizer: Any = session.optimizer
+        self.optimizer: Any = session.optimizer if session.optimizers else None
         self.report: Report = settings.findings
         self.settings = settings
         session.passes.own_divisor = batch.accumulation

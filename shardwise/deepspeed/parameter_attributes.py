@@ -81,7 +81,7 @@ def mark_session(session: Session, stage: int) -> None:
             units.setdefault(one.unit, []).append(param)
     session.events.gather_ended.listen(functools.partial(_set, units, ZeroParamStatus.AVAILABLE))
     session.events.evicted.listen(functools.partial(_set, units, ZeroParamStatus.NOT_AVAILABLE))
-    if session.optimizer is not None:
+    if session.optimizers:
         session.optimizer.__dict__["parameter_offload"] = ParameterOffload(session.module.unwrap())
 
 

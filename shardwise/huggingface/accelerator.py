@@ -302,9 +302,9 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """
         loss = loss / self.gradient_accumulation_steps
         # After free_memory() a program may continue with the old models if it has prepared no others.
-        trained = [session for session in self._prepared() if session.optimizer is not None]
-        trained = trained or [session for session in self._sessions if session.optimizer is not None]
-        if len(trained) == 1 and trained[0].optimizer is not None:
+        trained = [session for session in self._prepared() if session.optimizers]
+        trained = trained or [session for session in self._sessions if session.optimizers]
+        if len(trained) == 1:
             trained[0].optimizer.backward(loss, **kwargs)
             return
         if any(session.plan.precision.scaler is not None for session in trained):
@@ -509,7 +509,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return written
 
     def _warn_unprepared(self, prepared: Sequence[Session]) -> None:
-        trained = [type(session.model).__name__ for session in self._sessions if session.optimizer is not None]
+        trained = [type(session.model).__name__ for session in self._sessions if session.optimizers]
         if trained and not prepared and not self._warned_unprepared:
             self._warned_unprepared = True
             warn_user(

@@ -231,7 +231,7 @@ class FabricStrategy(Strategy):
         if module is not None:
             used = [self.late(module).session]
         if len(used) != 1:
-            if any(session.optimizer is not None and session.optimizer.scaler is not None for session in used):
+            if any(optimizer.scaler is not None for session in used for optimizer in session.optimizers[:1]):
                 raise ValueError(
                     f"backward(model={module}) with {len(used)} models under loss scales of their own: give the one "
                     "whose optimizer steps next, fabric.backward(loss, model=model)"

@@ -113,7 +113,7 @@ class Live:
 @contextmanager
 def scaled_pass(session: Session, loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """Return a context for one backward pass of the engine. It yields ``loss`` times the loss scale."""
-    scale = session.optimizer.loss_scale if session.optimizer is not None else 1.0
+    scale = session.optimizer.loss_scale if session.optimizers else 1.0
     with session.backward_pass(scale):
         yield loss if scale == 1.0 else (loss.float() if loss.dtype in HALF_DTYPES else loss) * scale
 

@@ -50,7 +50,7 @@ class ModelFront(ModuleFacade):
         """
         if self._session is None:
             return
-        if self._session.optimizer is not None:
+        if self._session.optimizers:
             name = type(self._session.optimizer.unwrap()).__name__
             raise RuntimeError(f"the model already has an optimizer ({name}): make one for each model")
         self._session.unshard()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ MOST_STEP = 2**53
 """The largest integer that is exact in every JSON implementation."""
 MOST_SEED = 2**63 - 1
 """The largest seed that torch's generators accept, with room to add an epoch or a rank."""
+MOST_NAMES = 6
+"""Names that a message lists."""
 MOST_SCALE = 2.0**126
 """The largest loss scale: fp32 can hold it and double it once."""
 LONG = 200  # bits
@@ -82,6 +84,12 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float 
     by_lower = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), by_lower, 1, cutoff)
     return f"did you mean {by_lower[near[0]]!r}?" if near else otherwise
+
+
+def names_text(names: Sequence[str], separator: str = ", ") -> str:
+    """Return a list of names for a message: the first few, and how many more there are."""
+    more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return separator.join([*names[:MOST_NAMES], *more])
 
 
 def require(condition: bool, message: str) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.base import tree
+from shardwise.core.base.validate import names_text
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.registry import detect_format, located, open_checkpoint
 from shardwise.core.checkpoint.formats.trainer import kind_of
 from shardwise.core.checkpoint.input_checks import check_generators, reading
-from shardwise.core.checkpoint.load_plan import Fit, LoadPlan, shortened
+from shardwise.core.checkpoint.load_plan import Fit, LoadPlan
 from shardwise.core.checkpoint.native_format import MANIFEST, digest_of, has_pieces
 from shardwise.core.checkpoint.plain_values import Options, restore_generators, spread_generators
 from shardwise.core.checkpoint.save import agree, check_seen
@@ -121,7 +122,7 @@ def _restore_one(
         # The damaged checkpoint may have left any value in them, because pieces are checked while they are loaded.
         if begun and match.staying:
             raise CheckpointError(
-                f"{path} does not replace {shortened(match.staying)}, which a damaged checkpoint changed; load one "
+                f"{path} does not replace {names_text(match.staying)}, which a damaged checkpoint changed; load one "
                 "by its tag"
             )
         state = _OtherState(run, match, lr_schedulers, strict)

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.core.base import tree
 from shardwise.core.base.state_dict_names import is_one_kind
-from shardwise.core.base.validate import printable
+from shardwise.core.base.validate import names_text, printable
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.formats.lazy_tensors import Entry, LazySource, blocks, entries_of, renamed, with_names
 from shardwise.core.checkpoint.formats.native import NativeSource
@@ -78,8 +78,8 @@ class LoadPlan:
     def _refuse(self, refused: list[str], strict: bool) -> None:
         ours = "optimizer" if self.part == "optimizer" else "model"
         lists = [("missing from the checkpoint", self.missing), (f"not in the {ours}", self.unexpected)]
-        lines = [f"{what}: {shortened(names)}" for what, names in lists if names and strict]
-        listed = "\n  ".join([*lines, *refused, *self._wrong])
+        lines = [f"{what}: {names_text(names)}" for what, names in lists if names and strict]
+        listed = "\n  ".join([*lines, *refused, *filter(None, [names_text(self._wrong, "\n  ")])])
         advice = "\nuse another directory if this is the checkpoint of another model"
         advice += "" if self._wrong else "; strict=False loads what fits"
         raise ValueError(printable(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}"))
@@ -139,7 +139,7 @@ class LoadPlan:
                     self._check(f"model/{name}", shape)
                     self._check_kind(f"model/{name}", self._dtypes[names[0]])
         if self.local_state.names and not any(self.stored_name.values()):
-            ours, theirs = (shortened(names) for names in ([*self.stored_name], sorted(self._known)))
+            ours, theirs = (names_text(names) for names in ([*self.stored_name], sorted(self._known)))
             self.notes.append(f"it has no parameter of the model ({ours}), which stays; it has {theirs or 'none'}")
         params, own = {names[0] for names in self.local_state.names}, set(self.local_state.extra_names())
         for name, shape in self._shapes.items():
@@ -241,7 +241,6 @@ class LoadPlan:
         read(start, out) if part is None else read_part(read, None, part, start, out)
 
 
-MOST_NAMES = 6
 Shape = tuple[int, ...]
 Fitting = Callable[[Stored, str, Shape, Callable[[Shape], bool]], Any]
 """``fitting(entry, name in the checkpoint, shape in the run, known)`` returns the value for the state, and notes
@@ -250,12 +249,6 @@ NAMES = ("params", "param_names")
 Options = dict[str, Any]
 Links = set[tuple[int, int]]
 """Optimizers of the checkpoint and groups in them, by number."""
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Return a list of names for a message."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
 
 
 @dataclass
@@ -364,7 +357,7 @@ class OptimizerLoadPlan:
         left = [name for saved in self._saved for name in saved.entries if name not in own]
         self.unexpected += [f"optimizer state of {name}" for name in left]
         if left:
-            self.notes.append(f"ignored state of parameters that no optimizer has here: {shortened(left)}")
+            self.notes.append(f"ignored state of parameters that no optimizer has here: {names_text(left)}")
         for each in local_state.optimizers:
             self._match(each)
         for number in range(len(local_state.optimizers), len(self._saved)):
@@ -419,8 +412,8 @@ class OptimizerLoadPlan:
                 }
             elif entry:
                 frozen.append(name)
-        lines = [f"these parameters start without state: {shortened(without_state)}"] if without_state else []
-        lines += [f"ignored state of parameters that are frozen here: {shortened(frozen)}"] if frozen else []
+        lines = [f"these parameters start without state: {names_text(without_state)}"] if without_state else []
+        lines += [f"ignored state of parameters that are frozen here: {names_text(frozen)}"] if frozen else []
         self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *notes]]
 
     # ---- which optimizer has the state
@@ -447,7 +440,7 @@ class OptimizerLoadPlan:
                 self.notes.append(f"{called} and continues with the state of {theirs}, which has the same form")
             return False
         self.refused.append(f"{called}, but the checkpoint has the state of {theirs}: {reason}")
-        names = shortened([name for _, name, _ in known])
+        names = names_text([name for _, name, _ in known])
         self.notes.append(
             f"{called}, but the checkpoint has the state of {theirs} ({reason}); these parameters start without state: "
             f"{names}"
@@ -516,7 +509,7 @@ def _other_groups(own: _Own, there: _Saved) -> str:
     then = [name for group in there.groups for name in group]
     ours, theirs = [n for n in here if n not in {*then}], [n for n in then if n not in {*here}]
     only = [("only here", ours), ("only in the checkpoint", theirs)]
-    differing = "".join(f"; {where}: {shortened(names)}" for where, names in only if names)
+    differing = "".join(f"; {where}: {names_text(names)}" for where, names in only if names)
     return (
         f"optimizer {own.index} with groups of {[len(group) for group in own.groups]} such parameters (the "
         f"checkpoint's have {[len(group) for group in there.groups]}{differing})"
@@ -692,8 +685,8 @@ def _change(
         raise ValueError(f"rows={{{name!r}: {how!r}}} is not a rule for new rows; use 'keep', 'zero' or 'mean'")
     names = next((each for each in local_state.names if name in each), None)
     if names is None:
-        listed = ", ".join(each[0] for each in local_state.names[:MOST_NAMES])
-        raise ValueError(f"rows={{{name!r}: {how!r}}}: the model has no such parameter; it has {listed}, ...")
+        listed = names_text([each[0] for each in local_state.names])
+        raise ValueError(f"rows={{{name!r}: {how!r}}}: the model has no such parameter; it has {listed}")
     aliases, infos = source.state().get("aliases", {}), source.tensors()
     # If only an optimizer is loaded, the largest tensor of its state is taken as element-wise.
     states = sorted((info.numel, full) for full, info in infos.items() if full.startswith("optimizer/") and info.shape)

@@ -348,6 +348,13 @@ def _is_untouched(value: torch.Tensor) -> bool:
     return not value.numel() or bool(is_absent(value.flatten()[0]))
 
 
+def _refuse_forward(model: nn.Module, _args: object) -> NoReturn:
+    raise RuntimeError(
+        f"a forward pass of a {type(model).__name__} that was closed while its parameters were sharded, so that it has "
+        "no values: build it again, and load a state"
+    )
+
+
 class Guards:
     """Errors for wrong uses of one sharded model. Nothing is watched before :meth:`install`.
 
@@ -475,7 +482,10 @@ class Guards:
         return self._layout.facts[param].names[0]
 
     def remove(self) -> None:
-        """Stop watching the model."""
-        self.state_dicts.remove()
+        """Stop watching the model. A model without values still raises errors if it is called or saved."""
+        if self._pool.has_transient and not self.unsharded:
+            self._model.register_forward_pre_hook(_refuse_forward)
+        else:
+            self.state_dicts.remove()
         for module in self._model.modules():
             module.__dict__.pop(MARK, None)

@@ -583,7 +583,7 @@ class Group(ABC):
         lines = [f"{ranks_text(ranks)}: {what}" for what, ranks in by_purpose.items()]
         # The advice of a call that some ranks are in is more specific than that of the model.
         lines += [text for column in list(zip(*messages, strict=True))[1:] for text in column if text][:1]
-        raise PeerError(f"group {self.name!r}: the ranks made different calls: {'; '.join(lines)}")
+        raise PeerError(f"the ranks of {self.name!r} are at different calls: {'; '.join(lines)}")
 
     # Backends implement these; arguments are validated and traffic is counted before. Only backends with ``uneven``
     # get buffers with bounds.

@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import makes_cuda_graphs
 from shardwise.core.base.validate import Names
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.build_fingerprint import describe_build
 from shardwise.core.checks.guards import Guards, check_shardable
@@ -160,6 +161,11 @@ class Engine:
             if self.meter is not None:
                 self.accounts.expect(each.updates.expected_bytes(Tier.DEVICE))
             each.full_state.check_prior()
+        if any(param.grad is not None for param in self.shards.params):
+            warn_user(
+                "gradients from before sharding are dropped: make all backward passes of a step after it, or call "
+                "zero_grad() before it"
+            )
 
     def take_over(self, optimizers: Sequence[ShardedOptimizer]) -> None:
         """Move values and state into shards, one parameter after the other, since there may not be memory for both,

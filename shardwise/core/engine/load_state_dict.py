@@ -21,7 +21,7 @@ from shardwise.core.base.state_dict_names import (
     with_load_hooks,
 )
 from shardwise.core.base.torch_internals import incompatible_keys
-from shardwise.core.base.validate import as_mapping
+from shardwise.core.base.validate import as_mapping, names_text
 from shardwise.core.checks.broken import PARAMETERS
 from shardwise.core.checks.build_fingerprint import described
 from shardwise.core.checks.state_dict_guard import StateDictGuard
@@ -66,10 +66,9 @@ def load_full(values: ParameterValues, state_dict: Mapping[str, Any], strict: bo
         unexpected += [name for name in state_dict if name not in known]
         misfits = _misfits(shards, names, state_dict)
         if misfits or (strict and (missing or unexpected)):
-            raise RuntimeError(
-                f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes or dtypes "
-                f"{misfits}"
-            )
+            lists = {"missing": missing, "unexpected": unexpected, "wrong shapes or dtypes": misfits}
+            told = "; ".join(f"{what}: {names_text(names)}" for what, names in lists.items() if names)
+            raise RuntimeError(f"the state does not fit the model: {told}")
         # The names of all stages are not those of this rank's modules.
         own = (names if shards.partition.table.names is None else state_dicts.names()).buffers_and_extra
         buffers = {name: state_dict[name] for name in own if name in state_dict}

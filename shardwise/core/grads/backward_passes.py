@@ -307,9 +307,8 @@ class BackwardPasses:
             ValueError: ``tokens`` is given under another average than ``"tokens"``, or missing under that.
         """
         if (tokens is None) == (self._average == "tokens"):
-            raise ValueError(
-                f"backward(tokens={tokens}) under average={self._average!r}: give tokens exactly under 'tokens'"
-            )
+            todo = "call backward(loss, tokens=n)" if tokens is None else "leave tokens out, or set average='tokens'"
+            raise ValueError(f"backward(tokens={tokens}) under average={self._average!r}: {todo}")
         weight = None if tokens is None else number("tokens", tokens, "[0, inf)") / TOKEN_UNIT
         with self.around(loss_scale, weight):
             yield loss_scale if weight is None else loss_scale * weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -32,6 +33,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 START = "start with torchrun or 'shardwise run'"
 BINDINGS = (VISIBLE, "SLURM_GPUS_PER_TASK", "SLURM_STEP_GPUS", "SLURM_GPU_BIND")
 """If one of these variables is set, the visible GPUs may belong to this process alone."""
+TASKS = {"SLURM_STEP_NUM_TASKS": "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
+"""Variables of ``srun`` and ``mpirun``: the number of tasks, and the number of this one."""
 
 _meetings = itertools.count()
 
@@ -288,15 +291,17 @@ def rank_device(device: torch.device, rank: int, chosen: str | None = None) -> R
     )
 
 
+@functools.cache
 def _warn_of_tasks() -> None:
-    """Warn if ``srun`` started several tasks without a rendezvous."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
-    if tasks.isdecimal() and int(tasks) > 1 and "SLURM_PROCID" in os.environ and not dist.is_initialized():
-        warn_user(
-            f"Slurm started {tasks} tasks, but RANK and WORLD_SIZE are not in the environment, so each trains alone "
-            f"(this is task {os.environ['SLURM_PROCID']}). Start torchrun or 'shardwise run' once per host, or set "
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's variables"
-        )
+    """Warn if ``srun`` or ``mpirun`` started several tasks without a rendezvous."""
+    for number, own in TASKS.items():
+        tasks = os.environ.get(number, "")
+        if tasks.isdecimal() and int(tasks) > 1 and own in os.environ and not dist.is_initialized():
+            warn_user(
+                f"{number}={tasks}, but RANK and WORLD_SIZE are not in the environment, so each task trains alone "
+                f"(this is {own}={os.environ[own]}). Start torchrun or 'shardwise run' once per host, or set RANK, "
+                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each task"
+            )
 
 
 def check_joined(size: int | None = None) -> None:

@@ -38,11 +38,11 @@ TENSOR_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS = "tp", "pp", "sp"
 MODEL_AXIS = "model_parallel"
 
 # Advice for ranks that are at different operations; the groups know nothing about passes.
-CALLS = "every rank has to make such a call, at the same place among its forward and backward passes"
+CALLS = "make the same calls and passes on all ranks: has one fewer batches, or did it save, load or step alone?"
 PASSES = (
-    "did they leave out a forward or backward pass, or fail in one? Passes must be made on every rank, those of "
-    "several models in the same order, also within one loss.backward(); use optimizer.backward(loss) for a loss that "
-    "may not depend on the model"
+    "do they have different numbers of batches, or did one leave out a forward or backward pass, or fail in one? All "
+    "ranks have to make the same passes, those of several models in the same order, also within one loss.backward(). "
+    "For a loss that may not depend on the model, call backward(loss) of the sharded optimizer"
 )
 T = TypeVar("T")
 

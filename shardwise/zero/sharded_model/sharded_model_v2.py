@@ -177,7 +177,7 @@ class ShardedModelV2(ModelFront):
         :meth:`backward`.
         """
         session = self.session
-        if session.optimizer is not None:
+        if session.optimizers:
             session.optimizer.backward_by_grad(tensor, grad)
         else:
             with session.backward_pass():

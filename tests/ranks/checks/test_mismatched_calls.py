@@ -95,7 +95,7 @@ def test_two_different_calls_name_each_other(tmp_path: object) -> None:
     for told in run_ranks(2, alone, "zero3", "save", "load", str(tmp_path)):
         assert "rank 0: what saving needs (1 values) while saving checkpoint 'alone' in " in told
         assert "rank 1: what loading needs (1 values) while loading checkpoint 'before' of " in told
-        assert "every rank has to make such a call" in told
+        assert "make the same calls and passes on all ranks" in told
 
 
 @pytest.mark.parametrize("plan", ["zero3", *full("zero3_gloo")])

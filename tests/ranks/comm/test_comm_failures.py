@@ -159,7 +159,7 @@ def test_error_names_the_purposes_of_all_ranks(kind: str) -> None:
             f"rank {rank}: {what} of a model ({length} values)" for rank, (what, length) in enumerate(calls[:size])
         )
         for text in run_ranks(size, other_purposes, kind, calls[:size]):
-            assert f"group 'test': the ranks made different calls: {expected}; meet next time" in text
+            assert f"the ranks of 'test' are at different calls: {expected}; meet next time" in text
     norm, gather = calls[0], calls[2]
     for text in run_ranks(3, other_purposes, kind, [norm, gather, norm]):
         assert "ranks [0, 2]: the gradient norm of a model (1 values); rank 1: what to gather of a model (30" in text

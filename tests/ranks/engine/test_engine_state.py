@@ -175,7 +175,7 @@ def test_states_that_do_not_fit_change_nothing(name: str) -> None:
         for strict in (True, False):
             shapes = r"first.weight: \(7, 4\) instead of \(7, 5\)"
             message = raises(RuntimeError, shapes, session.module.load_state_dict, bad, strict=strict)
-            assert not strict or all(each in message for each in ("unused.weight", "unused.bias", "'new'"))
+            assert not strict or all(each in message for each in ("unused.weight", "unused.bias", ": new;"))
         optimizer_state = session.optimizer.state_dict()
         groups = optimizer_state["param_groups"]
         for change in (groups[:1], groups[::-1]):
@@ -293,7 +293,7 @@ def wrong(session: shardwise.Session, state: HooksState) -> None:
     model = session.model
     model[1].calls.clear()
     fewer = {name: value for name, value in state.items() if name != "0.bias"} | {"forgiven": torch.ones(1)}
-    raises(RuntimeError, r"missing \['0.bias'\], unexpected \['forgiven'\]", session.module.load_state_dict, fewer)
+    raises(RuntimeError, "missing: 0.bias; unexpected: forgiven", session.module.load_state_dict, fewer)
     assert not model[1].calls
     keys = session.module.load_state_dict(fewer, strict=False)
     assert (keys.missing_keys, keys.unexpected_keys) == (["0.bias"], []) and len(model[1].calls) == 2
@@ -351,7 +351,7 @@ def test_parameters_removed_by_a_state_dict_hook_can_be_loaded(stage: int) -> No
         session = shardwise.shard(model, hooked_sgd(model), stage=stage)
         state = session.module.state_dict()
         assert sorted(state) == ["adapter.bias", "adapter.weight"]
-        raises(RuntimeError, r"missing \['base.weight', 'base.bias'\]", session.module.load_state_dict, state)
+        raises(RuntimeError, "missing: base.weight, base.bias", session.module.load_state_dict, state)
         assert session.module.load_state_dict(state, strict=False).missing_keys == ["base.weight", "base.bias"]
         keys = session.module.load_state_dict(pretrained, strict=strict)
         assert not keys.missing_keys and not keys.unexpected_keys

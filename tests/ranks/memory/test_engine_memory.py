@@ -161,7 +161,6 @@ def check(kind: str, offload: str | None, llama: bool = False, **settings: objec
         made = session.module(batch)
         session.backward((made.logits if llama else made).float().sum())
         by_tier = session.memory().by_tier
-        assert session.optimizer is not None
         session.optimizer.step()
         session.optimizer.zero_grad()
     session.close()

@@ -118,18 +118,6 @@ def test_illegal_state_change_names_object_states_and_caller() -> None:
     raises(RuntimeError, same, DOOR.check, 7, Door.CLOSED, Door.CLOSED)
 
 
-@pytest.mark.parametrize(
-    ("changes", "lost"),
-    [
-        ({Door.CLOSED: {Door.OPEN: "pushed"}, Door.OPEN: {}}, "LOCKED"),
-        ({Door.CLOSED: {Door.OPEN: "pushed", Door.LOCKED: "the key"}, Door.OPEN: {}}, "LOCKED"),
-        ({Door.CLOSED: {}, Door.OPEN: {Door.CLOSED: "pulled"}, Door.LOCKED: {}}, "OPEN, LOCKED"),
-    ],
-)
-def test_incomplete_state_table_is_refused(changes: dict[Door, dict[Door, str]], lost: str) -> None:
-    raises(ValueError, f"the state table of a door has no transition to or from {lost}; add it", Table, "door", changes)
-
-
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1, "reduce_bucket_size": 7}}
 
 

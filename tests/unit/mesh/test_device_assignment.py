@@ -177,6 +177,13 @@ def test_local_rank_under_slurm() -> None:
     assert LaunchFacts.read(SLURM).local_rank == 9
 
 
+@pytest.mark.parametrize(("number", "own"), launch.TASKS.items())
+def test_tasks_without_a_rendezvous_warn(number: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {number: "2", own: "1"})
+    with pytest.warns(UserWarning, match=f"{number}=2, but RANK .* trains alone .this is {own}=1"):
+        launch._warn_of_tasks.__wrapped__()
+
+
 def test_a_missing_rank_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     store, facts = dist.HashStore(), LaunchFacts.read({"RANK": "0", "WORLD_SIZE": "2"})
     store.set_timeout(timedelta(milliseconds=50))
@@ -311,7 +318,7 @@ def test_front_ends_that_initialize_the_process_group(door: Callable[[nn.Module]
 def test_an_explicit_mesh_of_one_rank_trains(launched: None) -> None:
     plan, model = zero(2), nn.Linear(3, 2)
     session = build(model, sgd(model), plan, Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), CPU, plan.comm))
-    assert session.mesh.size == 1 and session.optimizer is not None
+    assert session.mesh.size == 1 and session.optimizers
     session.backward(session.module(torch.ones(1, 3)).sum())
     session.optimizer.step()
     session.close()

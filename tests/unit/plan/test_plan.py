@@ -348,7 +348,7 @@ def test_torch_grad_scaler_is_refused(fused: bool) -> None:
     """A fused optimizer unscales gradients only if asked, so the scaler would step it with scaled gradients."""
     model = nn.Linear(3, 2)
     session = shardwise.shard(model, torch.optim.SGD(model.parameters(), fused=fused), device="cpu")
-    assert session.optimizer is not None and session.optimizer._step_supports_amp_scaling is fused
+    assert session.optimizer._step_supports_amp_scaling is fused
     scaler, before = torch.amp.GradScaler("cpu"), session.module.state_dict()
     scaler.scale(model(torch.ones(1, 3)).sum()).backward()  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match=r"GradScaler with ShardedOptimizer.SGD.*precision='fp16' brings a loss sc"):
