@@ -55,10 +55,10 @@ class UnknownModelError(ValueError, NotImplementedError):
 
 
 def short_repr(value: object) -> str:
-    """Return ``value`` for an error message, cut to 80 characters."""
+    """Return ``value`` for an error message, in one line of 80 characters at most."""
     if isinstance(value, int) and value.bit_length() > LONG:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} and more"
-    return f"{value!r:.80}"
+    return f"{' '.join(map(str.strip, repr(value).splitlines())):.80}"
 
 
 def printable(text: str) -> str:
