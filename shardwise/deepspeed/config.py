@@ -383,12 +383,12 @@ def batch_of(settings: Settings, ranks: int) -> Batch | None:
     if train is None:
         return None if micro is None else Batch(micro * (accumulation or 1) * ranks, micro, accumulation or 1)
     sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    least = math.prod(given.values()) * ranks
-    if train % least or (len(given) == 2 and train != least):
-        product = "".join(f"{name} ({size}) x " for name, size in given.items()) + f"{ranks} ranks = {least}"
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    least = math.prod(chosen.values()) * ranks
+    if train % least or (len(chosen) == 2 and train != least):
+        product = "".join(f"{name} ({size}) x " for name, size in chosen.items()) + f"{ranks} ranks = {least}"
         raise ValueError(
-            f"train_batch_size={train} is not {'' if len(given) == 2 else 'a multiple of '}{product}; leave it out, or "
+            f"train_batch_size={train} is not {'' if len(chosen) == 2 else 'a multiple of '}{product}; leave it out, or "
             "give sizes that fit"
         )
     accumulation = accumulation or (train // least if micro else 1)

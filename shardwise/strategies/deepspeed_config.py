@@ -136,8 +136,8 @@ class DeepSpeedArguments:
         try:
             plan_of(read_config(self.to_config() | {"fp16": self.fp16()}), 1)
         except (ValueError, NotImplementedError) as error:
-            path, *rest = str(error).partition("=")
-            raise type(error)("".join([PLACES.get(path, path), *rest])) from None
+            path, sign, problem = str(error).partition("=")
+            raise type(error)(PLACES.get(path, path) + sign + problem) from None
 
     def fp16(self) -> dict[str, Any]:
         """Return the block ``fp16`` of the configuration."""
