@@ -388,8 +388,8 @@ def batch_of(settings: Settings, ranks: int) -> Batch | None:
     if train % least or (len(chosen) == 2 and train != least):
         product = "".join(f"{name} ({size}) x " for name, size in chosen.items()) + f"{ranks} ranks = {least}"
         raise ValueError(
-            f"train_batch_size={train} is not {'' if len(chosen) == 2 else 'a multiple of '}{product}; leave it out, or "
-            "give sizes that fit"
+            f"train_batch_size={train} is not {'' if len(chosen) == 2 else 'a multiple of '}{product}; leave it out, "
+            "or give sizes that fit"
         )
     accumulation = accumulation or (train // least if micro else 1)
     micro = micro or train // (ranks * accumulation)
