@@ -92,7 +92,7 @@ class Booster:
         if isinstance(mixed_precision, str):
             mixed_precision = mixed_precision_factory(mixed_precision)
         elif mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
-            raise TypeError(f"mixed_precision={mixed_precision!r:.80}: give 'fp16', 'bf16' or a MixedPrecision")
+            raise TypeError(f"mixed_precision={mixed_precision!r:.80}: give 'fp16' or 'bf16', and a plugin as plugin=")
         if plugin is not None and device is not None and plugin.control_device():
             warn_user(f"device={str(device)!r} has no effect: {type(plugin).__name__} chooses the device")
             device = None
@@ -103,7 +103,7 @@ class Booster:
         try:
             self.device = None if device is None else torch.device(device)
         except (RuntimeError, TypeError):
-            raise ValueError(f"device={device!r}: give a torch.device or its name, such as 'cpu' or 'cuda:0'") from None
+            raise ValueError(f"device={device!r:.80}: give a torch.device or its name; a plugin as plugin=") from None
         self.mixed_precision = mixed_precision
         self._runs, self._files = Runs(), PortableFiles()
 
@@ -137,9 +137,9 @@ class Booster:
             TypeError: ``model`` or ``optimizer`` has another type.
         """
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model={model!r:.80}: give a torch.nn.Module")
+            raise TypeError(f"boost(model={type(model).__name__}): give a torch.nn.Module, and the optimizer second")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer={optimizer!r:.80}: give a torch.optim.Optimizer, or None")
+            raise TypeError(f"boost(optimizer={type(optimizer).__name__}): give a torch.optim.Optimizer, or None")
         if optimizer is not None and vars(model).get(ENABLED):
             add_lora_parameters(model, optimizer)
         swapped = _is_dataloader(criterion) and not _is_dataloader(dataloader)
@@ -171,7 +171,7 @@ class Booster:
             RuntimeError: the model has pipeline stages; see :meth:`execute_pipeline`.
         """
         backward = getattr(optimizer, "backward", None)
-        if backward is None:
+        if backward is None or isinstance(optimizer, torch.Tensor):
             raise TypeError(f"optimizer is a plain {type(optimizer).__name__}; give the one that boost returned")
         backward(loss)
 

@@ -57,7 +57,7 @@ def target(path: str | Path, suffix: str) -> Path:
     Raises:
         ValueError: the name has another suffix.
     """
-    requested = Path(as_path("checkpoint", path, "a file or directory"))
+    requested = Path(as_path("checkpoint", path, "the object first, and a file or directory second"))
     if requested.suffix not in ("", suffix, *TORCH_SUFFIXES):
         raise ValueError(
             f"checkpoint={str(requested)!r}: files are written as {suffix} or as torch's {', '.join(TORCH_SUFFIXES)}, "
@@ -137,7 +137,7 @@ def checked_loading(checkpoint: str | Path, low_cpu_mem_mode: bool, num_threads:
     Raises:
         TypeError: ``checkpoint`` is not a path.
     """
-    path = as_path("checkpoint", checkpoint, "a file or directory")
+    path = as_path("checkpoint", checkpoint, "the object first, and a file or directory second")
     boolean("low_cpu_mem_mode", low_cpu_mem_mode)
     integer("num_threads", num_threads, 1, what="a number of threads")
     if not low_cpu_mem_mode or num_threads != 1:

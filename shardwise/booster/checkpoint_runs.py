@@ -79,6 +79,8 @@ class Runs:
         A plain optimizer has a run whose parameters are known by number.
         """
         session = _session(optimizer)
+        if isinstance(optimizer, nn.Module):
+            raise TypeError(f"optimizer={type(optimizer).__name__}: give the optimizer that boost returned")
         if session is not None:
             return EngineRun(session), session.optimizers.index(optimizer)
         module = self._modules.get(unwrap_optimizer(optimizer))
@@ -122,23 +124,18 @@ class Runs:
                 "tag, such as save_checkpoint('runs/generator', generator, its_optimizer, tag='step-100'), and load "
                 "the last tag that all directories have"
             )
-        session = _session(model)
+        session, module = _session(model), unwrap_model(model)
+        saver: Checkpointer | None = self._savers.get(module) if session is None else session.checkpoints
         if session is not None:
-            if optimizer is not None and all(optimizer is not each for each in session.optimizers):
-                raise ValueError(
-                    f"optimizer={optimizer!r:.80} was not boosted with this model; give the one that boost returned "
-                    "with it"
-                )
-            saver: Checkpointer = session.checkpoints
-            return saver
-        module = unwrap_model(model)
-        own = optimizer is None or self._modules.get(unwrap_optimizer(optimizer), lambda: None)() is module
-        if module not in self._savers or not own:
+            own = any(optimizer is each for each in (None, *session.optimizers))
+        else:
+            own = optimizer is None or self._modules.get(unwrap_optimizer(optimizer), lambda: None)() is module
+        if saver is None or not own:
             raise ValueError(
-                f"model={type(model).__name__}, optimizer={type(optimizer).__name__} were not boosted together; give "
-                "what one call of boost returned"
+                f"model={type(model).__name__}, optimizer={type(optimizer).__name__}: one of them was not boosted, or "
+                "the optimizer was not boosted with this model; give what one call of boost returned"
             )
-        return self._savers[module]
+        return saver
 
     def wait_for_saves(self) -> None:
         """Wait until no run's checkpoint is being written.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.validate import short_repr
+from shardwise.core.base.validate import did_you_mean, short_repr
 from shardwise.core.base.warnings import warn_user
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, NAMES_ELSEWHERE, ConfigBlock, Key, known_names
 
@@ -293,9 +293,9 @@ class _Reader:
             if inner == AUTO:
                 raise ValueError(f"{full}='auto' has no default; give a value")
             for each in inner if isinstance(inner, list) else [inner]:
-                if isinstance(each, int | float) and not math.isfinite(_number(each) or 0.0):
+                if not math.isfinite(_number(each) or 0.0):
                     raise ValueError(f"{full}={short_repr(inner)}: give finite numbers")
-            result[name] = inner
+            result[name] = [_plain(each) for each in inner] if isinstance(inner, list) else _plain(inner)
         return result
 
 
@@ -316,15 +316,21 @@ def _unknown(path: str, value: Any, section: str, names: Iterable[str]) -> str:
     message = f"{path}={short_repr(value)} is not a key of the DeepSpeed configuration"
     if name in NAMES_ELSEWHERE:
         return f"{message}; did you mean {NAMES_ELSEWHERE[name]!r}?"
-    near = difflib.get_close_matches(name, list(names), 1, 0.5)
     inside = [key for key in [*KEYS, *ALIASES] if key.rpartition(".")[2] == name]
     if inside:
         return f"{message}; {name!r} belongs in {inside[0].rpartition('.')[0] or 'the top level'!r}"
     by_name = {key.rpartition(".")[2]: key for key in KEYS}
-    if not difflib.get_close_matches(name, near, 1, 0.85):  # perhaps a key of another section
-        near = [by_name[each] for each in difflib.get_close_matches(name, list(by_name), 1, 0.85)] or near
-    where = f" of {section!r}" if section else ""
-    return f"{message}; " + (f"did you mean {near[0]!r}?" if near else f"known keys{where}: {', '.join(names)}")
+    known = f"known keys{f' of {section!r}' if section else ''}: {', '.join(names)}"
+    hint = did_you_mean(name, names, known)
+    for each in difflib.get_close_matches(name, by_name, 1, 0.85):  # perhaps a key of another section
+        hint = did_you_mean(name, names, f"did you mean {by_name[each]!r}?", 0.85)
+    return f"{message}; {hint}"
+
+
+def _plain(value: Any) -> Any:
+    """Return the number or truth value that a text means; other values are unchanged."""
+    number = _number(value) if isinstance(value, str) else None
+    return _TEXTS.get(str(value).lower(), value) if number is None else int(number) if number.is_integer() else number
 
 
 def _number(value: Any) -> float | None:
@@ -389,22 +395,19 @@ def batch_of(settings: Settings, ranks: int) -> Batch | None:
     """
     train, micro = settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]
     accumulation = settings["gradient_accumulation_steps"]
-    if train is None and micro is None:
-        return None
     if train is None:
-        accumulation = accumulation or 1
-        return Batch(micro * accumulation * ranks, micro, accumulation)
-    if micro is None:
-        accumulation = accumulation or 1
-        micro = train // (ranks * accumulation)
-    elif accumulation is None:
-        accumulation = train // (ranks * micro)
-    if train != micro * accumulation * ranks or micro * accumulation == 0:
+        return None if micro is None else Batch(micro * (accumulation or 1) * ranks, micro, accumulation or 1)
+    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    least = math.prod(chosen.values()) * ranks
+    if train % least or (len(chosen) == 2 and train != least):
+        product = "".join(f"{name} ({size}) x " for name, size in chosen.items()) + f"{ranks} ranks = {least}"
         raise ValueError(
-            f"train_batch_size={train} is not train_micro_batch_size_per_gpu ({micro}) x gradient_accumulation_steps "
-            f"({accumulation}) x {ranks} ranks = {micro * accumulation * ranks}; leave one of them out, or give sizes "
-            "that fit"
+            f"train_batch_size={train} is not {'' if len(chosen) == 2 else 'a multiple of '}{product}; leave it out, "
+            "or give sizes that fit"
         )
+    accumulation = accumulation or (train // least if micro else 1)
+    micro = micro or train // (ranks * accumulation)
     return Batch(train, micro, accumulation)
 
 

@@ -108,8 +108,6 @@ def required_batch(settings: Settings, ranks: int) -> Batch:
     """
     batch = batch_of(settings, ranks)
     if batch is None:
-        raise ValueError(
-            f"train_batch_size={settings['train_batch_size']} and train_micro_batch_size_per_gpu="
-            f"{settings['train_micro_batch_size_per_gpu']}: give at least one of them"
-        )
+        both = "train_batch_size and train_micro_batch_size_per_gpu"
+        raise ValueError(f"{both} are missing, or 'auto', which is no size here: give at least one of them")
     return batch

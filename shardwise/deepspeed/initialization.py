@@ -108,7 +108,7 @@ def initialize(
         init_distributed()
     state = sys.modules.get("accelerate.state")
     if state is not None and state.AcceleratorState._shared_state:  # there is an Accelerator, which divides batches
-        without_gpu = "call accelerate.PartialState(cpu=True) before Accelerator or TrainingArguments"
+        without_gpu = "give TrainingArguments(use_cpu=True), or call accelerate.PartialState(cpu=True) first"
         check_known_ranks("accelerate", state.PartialState().num_processes, without_gpu)
     group, model_axis = groups_of(mpu, model)
     ranks = len(ranks_of("group", group))

@@ -318,7 +318,7 @@ def check_parameters(block: str, cls: type, params: dict[str, Any], first: int =
     """Check the names of ``params``.
 
     Raises:
-        ValueError: ``cls`` has no parameter of that name, or requires one that is missing.
+        ValueError: ``cls`` has no parameter of that name, requires one that is missing, or requires a number.
     """
     signature = list(inspect.signature(cls.__init__).parameters.values())[first:]  # type: ignore[misc]
     names = [parameter.name for parameter in signature]
@@ -329,3 +329,6 @@ def check_parameters(block: str, cls: type, params: dict[str, Any], first: int =
     for parameter in signature:
         if parameter.default is parameter.empty and parameter.name not in params:
             raise ValueError(f"{block}.params={params!r:.100}: {cls.__name__} needs {parameter.name!r}; give it")
+        value = params.get(parameter.name)
+        if isinstance(value, str) and not isinstance(parameter.default, str | None):
+            raise ValueError(f"{block}.params.{parameter.name}={value!r:.60}: give a number or a boolean")

@@ -114,7 +114,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     def _check_ranks(self) -> None:
         """Check that accelerate, which divides batches, knows of all ranks of the process group."""
-        without_gpu = "call accelerate.PartialState(cpu=True) before Accelerator or TrainingArguments"
+        without_gpu = "give TrainingArguments(use_cpu=True), or call accelerate.PartialState(cpu=True) first"
         check_known_ranks("accelerate", self.num_processes, without_gpu)
 
     # ---- prepare
@@ -167,8 +167,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             mine = [key for key, own in parameters.items() if ids & own]
             if len(mine) != 1:
                 raise ValueError(
-                    f"prepare() got {type(optimizer).__name__} with parameters of {len(mine)} of the {len(models)} "
-                    "models in the call: pass each optimizer together with its one model"
+                    f"{type(optimizer).__name__} has parameters of {len(mine)} of the {len(models)} models that are "
+                    "prepared together: give each optimizer together with its one model"
                 )
             on_disk = getattr(optimizer, "nvme_offload_fraction", 0.0)
             if on_disk:

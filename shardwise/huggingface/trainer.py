@@ -31,16 +31,16 @@ WEIGHTS = re.compile(
 )
 """Names that ``save_pretrained`` gives to files of weights (an adapter has only one file)."""
 
-REFUSED = (
-    "fsdp",
-    "deepspeed",
-    "auto_find_batch_size",
-    "torch_compile",
-    "fp16_full_eval",
-    "bf16_full_eval",
-    "save_on_each_node",
-)
-"""Training arguments that have to be false."""
+REFUSED = {
+    "fsdp": "leave it out, the plan shards",
+    "deepspeed": "leave it out, the plan shards",
+    "auto_find_batch_size": "give per_device_train_batch_size",
+    "torch_compile": "compile the model's blocks before the Trainer gets it (docs/differences.md)",
+    "fp16_full_eval": "leave it out",
+    "bf16_full_eval": "leave it out",
+    "save_on_each_node": "leave it out",
+}
+"""Training arguments that have to be false, and what to do instead."""
 
 
 class ShardwiseTrainer(Trainer):
@@ -256,9 +256,9 @@ def sharded_trainer(base: type[Trainer]) -> type[ShardwiseTrainer]:
 
 def _check(args: TrainingArguments, plan: Plan) -> None:
     check_type("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
-    unavailable = {name: value for name in REFUSED if (value := getattr(args, name))}
-    if unavailable:
-        raise ValueError(f"{unavailable} is not available with a plan: leave it out")
+    for name, instead in REFUSED.items():
+        if getattr(args, name):  # its value may not be the user's: fsdp is True for any text
+            raise ValueError(f"TrainingArguments({name}=...) is not available with a plan: {instead}")
     if args.n_gpu > 1:
         raise ValueError(f"{args.n_gpu} GPUs in one process: start one process per GPU (shardwise run or torchrun)")
     served = getattr(args, "use_vllm", False)  # an argument of TRL

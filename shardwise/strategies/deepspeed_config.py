@@ -65,6 +65,13 @@ OF_PARAM = {
     "max_in_cpu": "max_in_cpu",
     "pin_memory": "pin_memory",
 }
+NEW_NAME = "intra_op_parallelism"  # DeepSpeed's name of thread_count since 0.16
+PLACES = {f"{ZERO}.{name}": name for name in OF_ZERO} | {name: name for name in TOP}
+PLACES |= {f"{ZERO}.{OPTIM}.{key}": name for key, name in OF_OPTIM.items()}
+PLACES |= {f"{ZERO}.{PARAM}.{key}": name for key, name in OF_PARAM.items()}
+PLACES |= {f"aio.{name}": name for name in AIO} | {f"aio.{NEW_NAME}": "thread_count"}
+PLACES |= {f"fp16.{name}": name for name in FP16} | {f"activation_checkpointing.{name}": name for name in ACTIVATIONS}
+"""Keys of the configuration, with the arguments that give them."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,11 @@ class DeepSpeedArguments:
             integer("logging_batch_size_per_gpu", batch, 1, what="'auto', or a number of samples")
         for name in ("zero_optimization", "offload_optimizer", "offload_parameters"):
             boolean(name, getattr(self, name))
-        plan_of(read_config(self.to_config() | {"fp16": self.fp16()}), 1)  # an error names the configuration's key
+        try:
+            plan_of(read_config(self.to_config() | {"fp16": self.fp16()}), 1)
+        except (ValueError, NotImplementedError) as error:
+            path, sign, problem = str(error).partition("=")
+            raise type(error)(PLACES.get(path, path) + sign + problem) from None
 
     def fp16(self) -> dict[str, Any]:
         """Return the block ``fp16`` of the configuration."""
@@ -152,15 +163,7 @@ class DeepSpeedArguments:
 def quiet_paths(arguments: DeepSpeedArguments) -> frozenset[str]:
     """Return the paths of keys whose arguments have their defaults, about which there is no warning."""
     names = set(changed(arguments, names_of(DeepSpeedArguments)))
-    places = {f"{ZERO}.{name}": name for name in OF_ZERO} | {name: name for name in TOP}
-    places |= {f"{ZERO}.{OPTIM}.{key}": name for key, name in OF_OPTIM.items()}
-    places |= {f"{ZERO}.{PARAM}.{key}": name for key, name in OF_PARAM.items()}
-    places |= {f"aio.{name}": name for name in AIO} | {f"aio.{NEW_NAME}": "thread_count"}
-    places |= {f"fp16.{name}": name for name in FP16}
-    return frozenset(path for path, name in places.items() if name not in names)
-
-
-NEW_NAME = "intra_op_parallelism"  # DeepSpeed's name of thread_count since 0.16
+    return frozenset(path for path, name in PLACES.items() if name not in names)
 
 
 def chosen_config(
@@ -336,8 +339,7 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
         unused["zero_optimization=False replicates everything"] = (*OF_ZERO, *TOP, *offload)
     else:
         if not a.offload_optimizer:
-            names = ("offload_optimizer_device", "optimizer_buffer_count")
-            unused["offload_optimizer is False"] = names
+            unused["offload_optimizer is False"] = ("offload_optimizer_device", "optimizer_buffer_count")
         if not a.offload_parameters:
             names = ("offload_params_device", "params_buffer_count", "params_buffer_size", "max_in_cpu")
             unused["offload_parameters is False"] = names

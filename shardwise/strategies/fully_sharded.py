@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -233,14 +233,6 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
     )
 
 
-@contextmanager
-def _wrapping(arguments: FullyShardedArguments) -> Iterator[None]:
-    """Build models without memory inside, where :func:`auto_wrap` marks units of ``min_num_params`` elements."""
-    policy = functools.partial(default_auto_wrap_policy, min_num_params=arguments.min_num_params)
-    with deferred_init(), enable_wrap(auto_wrap_policy=policy):
-        yield
-
-
 def _packing(arguments: FullyShardedArguments, dtype: torch.dtype, units: tuple[str, ...]) -> Packing:
     if not arguments.flatten_parameters:
         return ByTensor(persist_numel=0)
@@ -308,8 +300,12 @@ class FullyShardedStrategy(ShardedStrategy):
                 "configure_sharded_model, and no module of the model was wrapped"
             )
 
-    def _building(self) -> AbstractContextManager[Any]:
-        return _wrapping(self.arguments)
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """Build models without memory inside, where :func:`auto_wrap` marks units of ``min_num_params`` elements."""
+        policy = functools.partial(default_auto_wrap_policy, min_num_params=self.arguments.min_num_params)
+        with deferred_init(), enable_wrap(auto_wrap_policy=policy):
+            yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state on every rank, in fp32 if there are masters; see ``state_dict_to_cpu``. Collective."""
@@ -363,8 +359,4 @@ class FabricFullySharded(FabricStrategy):
         self.arguments = picked(FullyShardedArguments, values)
         super().__init__(**passed_on(values))
 
-    def _plan(self, module: nn.Module) -> Plan:
-        return to_plan(self.arguments, self.format, unit_names(module))
-
-    def _building(self) -> AbstractContextManager[Any]:
-        return _wrapping(self.arguments)
+    _plan, _building = FullyShardedStrategy._plan, FullyShardedStrategy._building

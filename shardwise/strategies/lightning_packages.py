@@ -110,5 +110,7 @@ def build(namespace: Namespace, body: type, base: str, name: str) -> Any:
         base: path of Lightning's class, such as ``"strategies.ddp.DDPStrategy"``.
         name: the name under which ``namespace.home`` exports the result.
     """
+    if "__init__" in vars(body):  # Python's errors about arguments have this name
+        body.__init__.__qualname__ = f"{name}.__init__"  # type: ignore[misc]
     members = {"__module__": namespace.home, "__qualname__": name, "__doc__": body.__doc__, "ns": namespace}
     return type(name, (body, namespace.load(base)), members)

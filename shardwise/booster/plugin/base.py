@@ -370,4 +370,4 @@ class ShardedPlugin(Plugin):
         if no_sync is not None:
             context: AbstractContextManager[None] = no_sync()
             return context
-        raise ValueError(f"no_sync(model={model!r:.60}, optimizer={optimizer!r:.60}): give what boost returned")
+        raise ValueError(f"no_sync({type(model).__name__}, {type(optimizer).__name__}): give what boost returned")

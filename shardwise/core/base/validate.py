@@ -57,10 +57,10 @@ class UnknownModelError(ValueError, NotImplementedError):
 
 
 def short_repr(value: object) -> str:
-    """Return ``value`` for an error message, cut to 80 characters."""
+    """Return ``value`` for an error message, in one line of 80 characters at most."""
     if isinstance(value, int) and value.bit_length() > LONG:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} and more"
-    return f"{value!r:.80}"
+    return f"{' '.join(map(str.strip, repr(value).splitlines())):.80}"
 
 
 def printable(text: str) -> str:
@@ -79,10 +79,10 @@ def class_name(kind: type) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.5) -> str:
-    """Return a hint for an error about an unknown ``name``: the nearest of the ``known``, or else ``otherwise``. Case
-    does not count."""
-    by_lower = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, 1, cutoff)
+    """Return a hint for an error about an unknown ``name``: the nearest of the ``known`` with the same first or last
+    letter, or else ``otherwise``. Case does not count."""
+    name, by_lower = name.lower(), {each.lower(): each for each in known}
+    near = [n for n in difflib.get_close_matches(name, by_lower, 3, cutoff) if n[0] == name[0] or n[-1] == name[-1]]
     return f"did you mean {by_lower[near[0]]!r}?" if near else otherwise
 
 

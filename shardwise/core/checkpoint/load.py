@@ -255,7 +255,6 @@ class _OtherState:
 
 Opens = Callable[[], CheckpointSource]
 """Opens a checkpoint on this rank. Not collective."""
-ADVICE = "give the directory that was saved into, or tag='auto'"
 
 
 def _candidates(root: str, tag: str | None) -> list[str]:
@@ -284,10 +283,10 @@ def _candidates(root: str, tag: str | None) -> list[str]:
                 return [str(located(Path(root)))]  # a checkpoint of another library
         except FileNotFoundError as error:
             problem = str(error).removeprefix(f"{root}: ").partition(";")[0]
-            raise FileNotFoundError(f"no checkpoint in it; {ADVICE} ({problem})") from error
+            raise FileNotFoundError(f"no checkpoint in it; give the directory of the save ({problem})") from error
     broken = [each for each in entries if each.head is None]
     if broken:
-        raise CheckpointDamage(broken[0].damage, "name another tag, or use tag='auto' to skip it")
+        raise CheckpointDamage(broken[0].damage, "load another checkpoint ('auto' skips it)")
     return [entries[0].path]
 
 

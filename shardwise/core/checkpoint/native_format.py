@@ -267,7 +267,7 @@ def _check_last_line(content: bytes, path: str) -> None:
     if not body or content[len(body) :] != _last_line(body):
         raise CheckpointDamage(
             f"{path}: its {len(content)} bytes do not match its checksum, so it is damaged",
-            "load another checkpoint (tag='auto' finds the newest complete one)",
+            "load another checkpoint ('auto' finds the newest complete one)",
         )
 
 

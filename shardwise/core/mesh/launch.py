@@ -335,7 +335,7 @@ def check_known_ranks(library: str, known: int, without_gpu: str) -> None:
     Args:
         library: its name.
         known: number of ranks among which it divides batches.
-        without_gpu: what to do in addition on CPUs.
+        without_gpu: what to do on CPUs.
 
     Raises:
         RuntimeError: the process group has another number of ranks. Every rank raises it.
@@ -344,8 +344,8 @@ def check_known_ranks(library: str, known: int, without_gpu: str) -> None:
     if known != met:
         raise RuntimeError(
             f"torch.distributed has {met} ranks, but {library} knows of {known}, so each rank would get all batches. "
-            f"Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before the first use of {library}, as "
-            f"torchrun and 'shardwise run' do. Without a GPU, {without_gpu}"
+            f"Without a GPU, {without_gpu}. Otherwise set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT "
+            f"before the first use of {library}, as torchrun and 'shardwise run' do"
         )
 
 

@@ -259,7 +259,7 @@ def _split_by_group(
     for unknown in [name for name in options if name not in known]:
         near = difflib.get_close_matches(unknown, known, 3, 0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "use names of named_modules()"
-        raise ValueError(f"{unknown!r} in the plan's groups is neither a module nor a parameter of the model: {hint}")
+        raise ValueError(f"{unknown!r} in the plan's groups (reshard_after_forward) is not a name in the model: {hint}")
     divided: list[_Bin] = []
     for bin_ in bins:
         parts: dict[tuple[str, bool | None], list[int]] = {}

@@ -318,7 +318,7 @@ def test_ranks_unknown_to_accelerate_are_an_error() -> None:
     with launched():
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(name)
-        words = r"torch.distributed has 2 ranks, but accelerate knows of 1[\s\S]*LOCAL_RANK"
+        words = r"has 2 ranks, but accelerate knows of 1[\s\S]*PartialState\(cpu=True\)[\s\S]*LOCAL_RANK"
         raises(RuntimeError, words, accelerator_of, zero(2))
-        raises(RuntimeError, words + r"[\s\S]*PartialState\(cpu=True\)", start, line(1.0), ds_config(1))
+        raises(RuntimeError, words, start, line(1.0), ds_config(1))
     close(start(line(1.0), ds_config(1)))  # accelerate's state was reset: it is not in use

@@ -57,7 +57,8 @@ OPTIMIZERS: list[tuple[str, Tree, Callable[[Any], torch.optim.Optimizer]]] = [
 
 @pytest.mark.parametrize(("name", "params", "make"), OPTIMIZERS)
 def test_optimizers(name: str, params: Tree, make: Any) -> None:
-    given = dict(params)
+    texts = {key: value if isinstance(value, list) else str(value) for key, value in params.items()}
+    given = read_config({"optimizer": {"type": name, "params": texts}})["optimizer.params"]
     found, expected = make_optimizer(name, [_parameter()], params), make([_parameter()])
     assert type(found) is type(expected) and params == given
     groups = [{k: v for k, v in each.param_groups[0].items() if k != "params"} for each in (found, expected)]
@@ -70,6 +71,7 @@ def test_optimizers(name: str, params: Tree, make: Any) -> None:
         ("AdemW", {}, ValueError, "did you mean 'AdamW'"),
         ("FusedLamb", {}, ValueError, "did you mean 'Lamb'"),
         ("SGD", {"lrr": 1}, ValueError, "optimizer.params.lrr=1.*did you mean 'lr'"),
+        ("SGD", {"lr": "x"}, ValueError, "optimizer.params.lr='x': give a number"),
         ("Adam", {"max_grad_norm": 1}, ValueError, "gradient_clipping"),
         ("Lamb", {"max_grad_norm": 1.0}, ValueError, "gradient_clipping"),
         ("Lamb", {"max_coef": 1.0}, ValueError, "did you mean 'max_coeff'"),
