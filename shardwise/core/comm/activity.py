@@ -163,7 +163,7 @@ def _read(store: Any, replies: dict[int, str]) -> None:
             replies[rank] = f"is in: {call}{f', at {place}' if place else ''}"
         elif place or last:
             calls = f"is in no such call, its last was: {last}" if last else ""
-            replies[rank] = ", and ".join(filter(None, [calls, f"was last at {place}" if place else ""]))
+            replies[rank] = ", and ".join(filter(None, [calls, f"last reported {place}" if place else ""]))
 
 
 def _answering(store: Any) -> Any:
