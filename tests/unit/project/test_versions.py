@@ -149,5 +149,6 @@ def test_deepspeed_page_has_every_used_key() -> None:
 def test_lightning_page_has_all_arguments(name: str) -> None:
     pytest.importorskip("lightning")
     strategy = getattr(importlib.import_module("shardwise.lightning"), name)
-    own = (DOCS / "lightning.md").read_text("utf-8").partition("\n## What the Trainer does")[0]  # of all three
-    assert missing(inspect.signature(strategy).parameters, own + section("lightning.md", name)) == []
+    page = "lightning.md" if name == "DeepSpeedStrategy" else "lightning-strategies.md"
+    own = (DOCS / "lightning.md").read_text("utf-8").partition("\n## Training with the Trainer")[0]  # of all three
+    assert missing(inspect.signature(strategy).parameters, own + section(page, name)) == []
