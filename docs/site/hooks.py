@@ -68,7 +68,7 @@ def _description(markdown: str) -> str:
 def _boost(uri: str) -> float:
     """How high the search ranks a page: the reference, tables of names and sources of examples come last."""
     last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/", *OUTSIDE)
-    rare = ("index", "booster-plugins", "deepspeed-rare", "disk", "pipelines", "shardformer", "sharded-model")
+    rare = ("index", "booster-plugins", "deepspeed-", "disk", "lightning-", "pipelines", "shardformer", "sharded-model")
     return 2.0 if uri == "troubleshooting.md" else 1e-3 if uri.startswith(last) else 0.5 if uri.startswith(rare) else 1
 
 

@@ -35,9 +35,12 @@ def _deep(names: Names) -> None:
 
 
 def _all_on_the_host(names: Names) -> None:
-    tiers = names["said"]
+    session = names["session"]
+    session.backward(names["criterion"](session.module(names["inputs"]), names["targets"]))
+    session.optimizer.step()
+    tiers = session.memory().by_tier
     assert tiers["host"]["optimizer state"] > 0 < tiers["host"]["parameters"] and "parameters" not in tiers["device"]
-    names["session"].close()
+    session.close()
 
 
 def _half_on_the_host(names: Names) -> None:
@@ -183,7 +186,10 @@ def _blocks(names: Names) -> None:
 def _trained_in_half(names: Names) -> None:
     plan = names["plan"]
     assert plan.precision.param_dtype is torch.bfloat16 and plan.shard.packing.unit_names == ("0",)
-    _changed({"model": names["session"].module})
+    session, (inputs, targets) = names["session"], next(iter(names["loader"]))
+    session.backward(names["criterion"](session.module(inputs).float(), targets))
+    session.optimizer.step()
+    _changed({"model": session.module})
 
 
 def _in_dcp(names: Names) -> None:
@@ -396,8 +402,8 @@ PAGES: dict[str, list[Block]] = {
             "plan, report = deepspeed.to_plan(",
             after=lambda names: _is("zero_optimization.stage" in names["report"].used, True),
         ),
-        Block("from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
         Block("x = deepspeed.checkpointing.checkpoint(", before=_activations, after=_activations_back),
+        Block("from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
     ],
     "docs/deepspeed-rare.md": [Block('config["optimizer"] = {"type": "Muon"', before=_muon, after=_muon_trains)],
     "docs/porting.md": [Block("shardwise port train.py", how="shell", before=_written)],
@@ -418,7 +424,6 @@ PAGES: dict[str, list[Block]] = {
         Block("session = shardwise.shard(model, optimizer, stage=3", before=hybrid_pages.accumulating),
         Block("session.module.eval()", before=hybrid_pages.evaluating, after=hybrid_pages.generated),
         *shown("a table, whose form tests/unit/memory/test_ledger_and_placement.py compares", "chunks"),
-        Block("session = shardwise.shard(model, torch", before=hybrid_pages.staged),
         Block("from shardwise import Settings", before=hybrid_pages.planned, after=hybrid_pages.ended),
         Block("from shardwise.plan import TensorPlan"),
         Block('plan = Settings(stage=3, precision="bf16")', before=hybrid_pages.language, after=hybrid_pages.read),

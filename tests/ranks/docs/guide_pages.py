@@ -119,6 +119,13 @@ def _trained(names: Names) -> None:
     assert not torch.equal(names["session"].module.state_dict()["weight"], _layer().weight)
 
 
+def _stepped(names: Names) -> None:
+    """The loss of the block trains the model."""
+    names["session"].backward(names["loss"])
+    names["session"].optimizer.step()
+    _trained(names)
+
+
 def _overflown(names: Names) -> None:
     """A step in fp16 whose loss is infinite."""
     model = _layer()
@@ -150,7 +157,7 @@ GUIDE: dict[str, list[Block]] = {
         *shown("it needs Docker", "docker build"),
     ],
     "docs/mixed-precision.md": [
-        Block("session = shardwise.shard(", before=_given, after=_trained),
+        Block("session = shardwise.shard(", before=_given, after=_stepped),
         Block("session = shardwise.shard(", before=_given, after=_trained),
     ],
     "docs/finetune.md": [

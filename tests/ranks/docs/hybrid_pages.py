@@ -49,10 +49,12 @@ def llama_cut(names: Names) -> None:
 
 
 def llama_shared(names: Names) -> None:
-    """Both ranks see the same sequences."""
+    """Both ranks see the same sequences, and train on them."""
     session = names["session"]
     assert (session.data_ranks, session.mesh.sequence.size) == (1, dist.get_world_size())
-    assert names["loss"].isfinite()
+    loss = session.module(**next(iter(DataLoader(names["dataset"], 8)))).loss
+    session.backward(loss)
+    assert loss.isfinite()
 
 
 def deeper(names: Names) -> None:
@@ -115,8 +117,8 @@ def alone_cut(names: Names) -> None:
     torch.testing.assert_close(model(inputs), Mlp()(inputs))
 
 
-def language(names: Names, layers: int = 1) -> None:
-    llama(names, layers)
+def language(names: Names) -> None:
+    llama(names)
     names["dataset"] = names["train_dataset"]
 
 
@@ -133,12 +135,6 @@ def evaluating(names: Names) -> None:
 
 def generated(names: Names) -> None:
     assert names["tokens"].shape[1] > 3 and all(loss.isfinite() for loss in names["losses"])
-
-
-def staged(names: Names) -> None:
-    ended(names)
-    language(names, 2)
-    names["loader"] = DataLoader(names["dataset"], 8)
 
 
 def planned(names: Names) -> None:

@@ -141,7 +141,7 @@ def test_page_of_a_front_end_has_its_arguments(function: Callable[..., object], 
 
 def test_deepspeed_page_has_every_used_key() -> None:
     used = [path.rpartition(".")[2] for path, key in KEYS.items() if key.role == "used"]
-    text = "".join((DOCS / page).read_text("utf-8") for page in ("deepspeed.md", "deepspeed-rare.md"))
+    text = "".join((DOCS / page).read_text("utf-8") for page in ("deepspeed-keys.md", "deepspeed-rare.md"))
     assert len(used) > 50 and missing(used, text) == []
 
 
@@ -149,5 +149,6 @@ def test_deepspeed_page_has_every_used_key() -> None:
 def test_lightning_page_has_all_arguments(name: str) -> None:
     pytest.importorskip("lightning")
     strategy = getattr(importlib.import_module("shardwise.lightning"), name)
-    own = (DOCS / "lightning.md").read_text("utf-8").partition("\n## What the Trainer does")[0]  # of all three
-    assert missing(inspect.signature(strategy).parameters, own + section("lightning.md", name)) == []
+    page = "lightning.md" if name == "DeepSpeedStrategy" else "lightning-strategies.md"
+    own = (DOCS / "lightning.md").read_text("utf-8").partition("\n## Training with the Trainer")[0]  # of all three
+    assert missing(inspect.signature(strategy).parameters, own + section(page, name)) == []
