@@ -409,9 +409,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/metrics.md": [
         Block("from contextlib", before=hybrid_pages.trained, after=hybrid_pages.recorded),
         Block("def print_loss"),
-        Block(
-            "import lightning.pytorch as pl", before=lightning, instead=IN_LIGHTNING, after=_exists("lightning.csv")
-        ),
+        Block("import lightning.pytorch as pl", before=lightning, instead=IN_LIGHTNING, after=_exists("lightning.csv")),
     ],
     "docs/native.md": [
         Block("import torch", before=hybrid_pages.language, instead=(("shardwise.shutdown()", ""),)),
