@@ -85,7 +85,6 @@ def run(tests: list[doctest.DocTest]) -> None:
 
 
 @pytest.mark.parametrize("quick", [True, *full(False)])
-def test_examples_run_as_printed(quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(quick: bool, own_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with RankPool(2) as pool:
-        assert len(tests := examples(quick)) > 30 and pool.run(run, tests, timeout=300.0)
+    assert len(tests := examples(quick)) > 30 and own_pool.run(run, tests, timeout=300.0)
