@@ -150,7 +150,7 @@ def test_modules_run_as_they_are_printed(
         out = capsys.readouterr().out
         for said in re.findall(r"^ *print\(.*\)  # (.*)$", fence.text, re.MULTILINE):
             first = said.split(", some")[0].split(": ")[0] if not said.startswith("'") else said.split(", some")[0]
-            assert first in out, (page, fence.line, first, out)
+            assert first in out, (fence.page, fence.line, first, out)
     assert ran == sum(block.how == "main" for page in PAGES.values() for block in page) > 4
 
 
