@@ -59,13 +59,13 @@ def raises(error: Kinds, words: str | None, call: Callable[..., object], *args: 
 
 def peer_error(call: Callable[[], object]) -> str:
     """Return the message of the :class:`PeerError` that ``call`` raises on this rank, after all have called it."""
-    told = ""
+    message = ""
     try:
         call()
     except PeerError as error:
-        told = str(error)
+        message = str(error)
     dist.barrier()
-    return told
+    return message
 
 
 def assert_refused(*rows: tuple[Callable[[], object], str], error: Any = (TypeError, ValueError, RuntimeError)) -> None:

@@ -33,7 +33,7 @@ QUICK = ("shardwise.session", "shardwise.core.")
 def examples(quick: bool) -> list[doctest.DocTest]:
     parse = doctest.DocTestParser().get_doctest
     return [
-        parse(node.value.value, {}, f"{source.name}: {getattr(owner, 'name', '')}", None, node.lineno - 1)
+        parse(node.value.value, {}, f"{source.name}: {getattr(owner, 'name', '')}", source.name, node.lineno - 1)
         for source in ours()
         if source.name.startswith(QUICK) == quick
         for owner in ast.walk(source.tree)
