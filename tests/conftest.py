@@ -15,7 +15,7 @@ import pytest
 import side_by_side
 import torch
 
-from shardwise.testing import close_pools, pool, run_ranks
+from shardwise.testing import RankPool, close_pools, pool, run_ranks
 from tests.launcher_variables import without_launcher
 from tests.support import sets
 
@@ -101,6 +101,13 @@ def rank_pools() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     other_numbers.seed(0)
+
+
+@pytest.fixture(scope="module")
+def own_pool() -> Iterator[RankPool]:
+    """Return two ranks that run nothing but tests of this module."""
+    with RankPool(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     Examples:
         >>> from shardwise.huggingface import ShardwiseAccelerator
         >>> from shardwise.plan import zero
-        >>> accelerator = ShardwiseAccelerator(plan=zero(3), mixed_precision="bf16")
+        >>> on_cpu = not torch.cuda.is_available()
+        >>> accelerator = ShardwiseAccelerator(plan=zero(3), mixed_precision="bf16", cpu=on_cpu)
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         >>> for inputs, targets in loader:
         ...     accelerator.backward(criterion(model(inputs), targets))

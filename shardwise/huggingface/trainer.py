@@ -64,7 +64,7 @@ class ShardwiseTrainer(Trainer):
         >>> from transformers import TrainingArguments
         >>> from shardwise.huggingface import ShardwiseTrainer
         >>> from shardwise.plan import zero
-        >>> arguments = TrainingArguments("runs", max_steps=2)
+        >>> arguments = TrainingArguments("runs", max_steps=2, use_cpu=not torch.cuda.is_available())
         >>> trainer = ShardwiseTrainer(model, arguments, train_dataset=dataset, plan=zero(3))
         >>> output = trainer.train()
         >>> trainer.save_model("model-hf")

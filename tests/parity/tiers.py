@@ -17,6 +17,7 @@ from tests.parity import sharded
 from tests.parity.covering import Row, cover, each_once
 from tests.parity.matrix import COSTS, FACTORS, QUICK_COSTS, allowed, make_setting
 from tests.parity.sharded import Run, Setting
+from tests.support.engine_setup import OwnOptimizer
 from tests.support.models import MODELS
 from tests.support.tier_setup import SHARES, tiers
 
@@ -54,24 +55,15 @@ BASE: dict[str, tuple[str, ...]] = {
 FILLED = {"average": "sum", "order": "overlap", "prefetch": "own", "update": "step"}
 
 
-class Peculiar(torch.optim.Optimizer):
+class Peculiar(OwnOptimizer):
     """An optimizer with state of every kind, which is part of the update.
 
     Per element (replaced instead of changed in place; bool; from the third step on only), 0-dim tensors and plain
     numbers.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group["lr"], self.state[param])
-
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, lr: float, state: dict[str, Any]) -> None:
+    def update(self, param: Any, group: dict[str, Any]) -> None:
+        grad, state = param.grad, self.state[param]
         if not state:
             state.update(count=0, decay=torch.tensor(1.0), average=torch.zeros_like(param), history=[])
             state["rose"] = torch.zeros_like(param, dtype=torch.bool)
@@ -86,11 +78,11 @@ class Peculiar(torch.optim.Optimizer):
         elif state["count"] >= 3:
             state["slow"] = param.clone()
         state["rose"] = grad > 0
-        param.sub_(lr * (1 + state["decay"]) * pull)
+        param.sub_(group["lr"] * (1 + state["decay"]) * pull)
 
 
 OWN: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "peculiar": lambda m: Peculiar([p for p in m.parameters() if p.requires_grad]),
+    "peculiar": lambda m: Peculiar([p for p in m.parameters() if p.requires_grad], lr=1e-2),
     "cpu_adam": lambda m: CPUAdam(sharded._two_groups(m), lr=1e-2, eps=sharded.EPS),
     "hybrid_adam": lambda m: HybridAdam(m.parameters(), lr=1e-2, eps=sharded.EPS, weight_decay=0.01),
 }

@@ -1,5 +1,6 @@
 """Setup for tests of the DeepSpeed front-end: configurations, engines, and the model of the recorded checkpoints."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -7,6 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
+from tests.support import engine_setup
+
+scaler = functools.partial(engine_setup.scaler, initial_scale=2.0**16, hysteresis=2, max_scale=2.0**126, growth_delay=1)
+"""The loss scaler of DeepSpeed's defaults, with changes."""
 
 
 def optimizer_block(kind: str, **params: Any) -> dict[str, Any]:

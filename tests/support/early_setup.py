@@ -14,7 +14,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.update.optimizer_in_backward import EarlyUpdates
 from shardwise.plan import Plan, TierPlan, on_device, zero
 from shardwise.session import Session
-from tests.support.engine_setup import one_mesh, sharded
+from tests.support.engine_setup import OwnOptimizer, one_mesh, sharded
 from tests.support.models import MODELS, make_batches
 from tests.support.tier_setup import digest, small_tiles
 
@@ -22,30 +22,22 @@ HOST = dataclasses.replace(on_device(), state_host_fraction=1.0)
 MIX = dataclasses.replace(on_device(), state_host_fraction=0.5, param_host_fraction=0.5)
 
 
-class Nested(torch.optim.Optimizer):
-    """A user's optimizer: momentum in a nested list, gradients changed in place, and a count that is a plain number."""
+class Nested(OwnOptimizer):
+    """Momentum in a nested list, gradients changed in place, and a count that is a plain number."""
 
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                state["count"] = state.get("count", 0) + 1
-                state["history"] = [*state.get("history", [0.0]), state["count"] * 0.5][-3:]
-                param.grad.mul_(1.0 + 0.1 * state["history"][-1])
-                param.add_(param.grad, alpha=-group["lr"] / state["count"])
+    def update(self, param: Any, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        state["count"] = state.get("count", 0) + 1
+        state["history"] = [*state.get("history", [0.0]), state["count"] * 0.5][-3:]
+        param.grad.mul_(1.0 + 0.1 * state["history"][-1])
+        param.add_(param.grad, alpha=-group["lr"] / state["count"])
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
-    "user": Nested,
+    "user": lambda p: Nested(p, lr=0.02),
     "tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2), foreach=False),
 }
 

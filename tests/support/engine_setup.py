@@ -43,6 +43,23 @@ Program = Callable[[nn.Module, int, int], Iterator[tuple[Tensor, bool]]]
 """``program(model, rank, step)`` yields (loss, keep the graph) for each backward pass of a rank's step."""
 
 
+class OwnOptimizer(torch.optim.Optimizer):
+    """A user's optimizer, whose step calls ``update`` for each parameter with a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **settings: float) -> None:
+        super().__init__(params, {"lr": lr, **settings})
+
+    def update(self, param: Any, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, group)
+
+
 class Breaks(torch.autograd.Function):
     """The identity; its backward raises while ``armed``."""
 

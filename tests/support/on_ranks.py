@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwise.core.comm import PeerError
 from shardwise.testing import run_ranks
 
 
@@ -53,6 +54,17 @@ def raises(error: Kinds, words: str | None, call: Callable[..., object], *args: 
         call(*args, **kwargs)
     message = str(raised.value)
     del raised  # this frees the frames of the call, and what they reference
+    return message
+
+
+def peer_error(call: Callable[[], object]) -> str:
+    """Return the message of the :class:`PeerError` that ``call`` raises on this rank, after all have called it."""
+    message = ""
+    try:
+        call()
+    except PeerError as error:
+        message = str(error)
+    dist.barrier()
     return message
 
 

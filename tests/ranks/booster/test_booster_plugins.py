@@ -13,7 +13,7 @@ import copy
 import functools
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,17 +118,11 @@ def run(kind: type[torch.optim.Optimizer], replicas: bool) -> None:
         again.step()
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Ranks that ran no backward pass yet: autograd starts its device threads at the first one."""
-    with RankPool(2) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("replicas", [False, *full(True)], ids=["shards", "replicas"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, *full(torch.optim.Adagrad)])
-def test_shards_away_from_their_mesh(pool: RankPool, kind: type[torch.optim.Optimizer], replicas: bool) -> None:
-    assert pool.run(run, kind, replicas) == [None, None]
+def test_shards_away_from_their_mesh(own_pool: RankPool, kind: type[torch.optim.Optimizer], replicas: bool) -> None:
+    """The ranks ran no backward pass yet: autograd starts its device threads at the first one."""
+    assert own_pool.run(run, kind, replicas) == [None, None]
 
 
 RANKS = 2

@@ -12,7 +12,7 @@ from shardwise.core.comm import PeerError
 from shardwise.plan import ByModule, MeshPlan, Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close
-from tests.support.engine_setup import PLANS, adam, data, loss_of, one_mesh, seeded, sgd, sharded, told
+from tests.support.engine_setup import PLANS, OwnOptimizer, adam, data, loss_of, one_mesh, seeded, sgd, sharded, told
 from tests.support.on_ranks import everywhere, on_ranks
 from tests.support.sets import full
 
@@ -34,18 +34,15 @@ def half_frozen() -> nn.Module:
 # ---- invalid uses
 
 
-class Counting(torch.optim.Optimizer):
+class Counting(OwnOptimizer):
     """Keep the number of steps in the param group, as Prodigy and D-Adaptation do with their estimates."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "steps": 0})
+    def update(self, param: Any, group: dict[str, Any]) -> None:
+        param.add_(param.grad, alpha=-group["lr"])
 
-    @torch.no_grad()
     def step(self, closure: object = None) -> None:
+        super().step()
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-group["lr"])
             group["steps"] += 1
 
 
@@ -71,7 +68,7 @@ def copy_the_module(session: Session) -> str:
 
 def changing_groups(session: Session) -> str:
     model = seeded(net)
-    with sharded(model, Counting(model.parameters()), session.plan, session.mesh) as other:
+    with sharded(model, Counting(model.parameters(), steps=0), session.plan, session.mesh) as other:
         other.backward(loss_of(other))
         return told(other.optimizer.step)
 
@@ -254,16 +251,13 @@ class Shrinking(torch.optim.SGD):
                 param.data.sub_(param.grad / self.calls)
 
 
-class Believed(torch.optim.SGD):
+class Believed(OwnOptimizer):
     """Step along the normalized gradient of each parameter, with a false ``element_wise = True``."""
 
     element_wise = True
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                param.sub_(param.grad / param.grad.norm())
+    def update(self, param: Any, group: dict[str, Any]) -> None:
+        param.sub_(param.grad / param.grad.norm())
 
 
 REFUSED_OPTIMIZERS: list[tuple[Make, str]] = [
@@ -288,7 +282,7 @@ def test_refused_optimizer_leaves_the_model_unchanged(stage: int) -> None:
             held = [p for group in optimizer.param_groups for p in group["params"]]
             assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
             # The same model trains with another optimizer, which declares itself element-wise.
-            with sharded(model, Believed(model.parameters(), lr=0.1), plan, mesh) as session:
+            with sharded(model, Believed(model.parameters()), plan, mesh) as session:
                 session.backward(session.module(torch.ones(2, 4)).square().mean())
                 session.optimizer.step()
                 assert not torch.equal(session.module.state_dict()["0.weight"], expected["0.weight"])

@@ -20,7 +20,7 @@ from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, adam, data, one_mesh, seeded
 from tests.support.engine_setup import two_layers as net
 from tests.support.groups_setup import waits_at_most
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, peer_error
 from tests.support.sets import full
 
 WAITS_S = 600.0
@@ -69,14 +69,8 @@ def alone(plan: str, first: str, second: str, folder: str, in_vain: bool = False
     train(session, folder)
     session.checkpoints.save(folder, "before")
     session.backward(session.module(data(mesh.rank, 0)).square().sum())
-    told = ""
     with waits_at_most(1.0) if in_vain and mesh.rank == 0 else nullcontext():
-        try:
-            CALLS[second if mesh.rank else first][0](session, folder)
-        except PeerError as error:
-            told = str(error)
-    dist.barrier()
-    return told
+        return peer_error(lambda: CALLS[second if mesh.rank else first][0](session, folder))
 
 
 TWO = ("zero3", "zero3_gloo")

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,12 +31,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(60):
         (folder / f"{i}.txt").write_text("the cat sat on the mat and looked at the rat. " * 20, "utf-8")
     return folder
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def trained(commands: list[list[str]], stop_at: int = 0) -> list[str]:
@@ -74,11 +67,11 @@ def bits(shown: str) -> list[float]:
     ],
 )
 def test_demo_learns_and_resumes_under_another_plugin(
-    text: Path, tmp_path: Path, ranks: RankPool, first: str, second: str
+    text: Path, tmp_path: Path, own_pool: RankPool, first: str, second: str
 ) -> None:
     out = tmp_path / "out"
     commands = [command(text, out, f"{SMALL} {plugin} --steps 30") for plugin in (first, second)]
-    (learned, continued), _ = ranks.run(trained, commands, timeout=180)
+    (learned, continued), _ = own_pool.run(trained, commands, timeout=180)
     before, after = bits(learned)
     assert before > 7 and after < before - 2 and "step 30/30" in learned and f"saved {out}/step-30\n" in learned
     assert "sample, after the prompt" in learned
@@ -87,19 +80,19 @@ def test_demo_learns_and_resumes_under_another_plugin(
     assert "step 60/60" in continued and continued.endswith("status 0\n")
 
 
-def test_signal_saves_and_the_run_resumes(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+def test_signal_saves_and_the_run_resumes(text: Path, tmp_path: Path, own_pool: RankPool) -> None:
     again = [command(text, tmp_path, f"{SMALL} --steps 40")]
-    ((stopped,), _) = ranks.run(trained, again, int(signal.SIGTERM))
+    ((stopped,), _) = own_pool.run(trained, again, int(signal.SIGTERM))
     assert "stopping after step 1\n" in stopped and f"status {128 + signal.SIGTERM}" in stopped
-    ((resumed,), _) = ranks.run(trained, again)
+    ((resumed,), _) = own_pool.run(trained, again)
     assert "resumed at step 1 of 40" in resumed and "step 40/40" in resumed
 
 
-def test_other_model_and_diverging_loss_are_refused_on_all_ranks(text: Path, tmp_path: Path, ranks: RankPool) -> None:
+def test_other_model_and_diverging_loss_fail_on_all_ranks(text: Path, tmp_path: Path, own_pool: RankPool) -> None:
     first = command(text, tmp_path, f"{SMALL} --steps 2")
     other = command(text, tmp_path, f"{SMALL} --steps 2 --width 16")
     diverging = command(text, tmp_path / "new", f"{SMALL} --steps 30".replace("0.01", "1e6"))
-    for _, refused, diverged in ranks.run(trained, [first, other, diverging]):
+    for _, refused, diverged in own_pool.run(trained, [first, other, diverging]):
         assert f"refused: --out {tmp_path}: " in refused and "\nsaved" not in refused
         assert re.search("refused: --learning-rate 1000000.0: the loss is (?:nan|inf) at step", diverged)
     assert list((tmp_path / "new").iterdir()) == []

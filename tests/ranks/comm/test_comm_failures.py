@@ -21,6 +21,7 @@ import torch.distributed as dist
 from shardwise.core.comm import Buffer, ModelId, PeerError, SharedGroup, shared_memory
 from shardwise.testing import run_ranks
 from tests.support.launching import forked, start
+from tests.support.on_ranks import peer_error
 from tests.support.scope import Scope
 from tests.support.sets import full
 
@@ -118,14 +119,9 @@ MEETINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def astray(name: str) -> str:
-    scope, told = Scope("shared"), ""
+    scope = Scope("shared")
     (full,) = scope.group.buffers([(4, torch.float32)])
-    try:
-        MEETINGS[name](scope.group, full)
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
+    return peer_error(lambda: MEETINGS[name](scope.group, full))
 
 
 def test_error_names_a_closed_group_or_another_operation() -> None:
@@ -141,13 +137,8 @@ def test_error_names_a_closed_group_or_another_operation() -> None:
 def other_purposes(kind: str, calls: list[tuple[str, int]]) -> str:
     scope = Scope(kind)
     purpose, length = calls[scope.group.rank]
-    told = ""
-    try:
-        scope.group.exchange([1.0] * length, purpose, ModelId(1, "a model", "meet next time"))
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
+    model = ModelId(1, "a model", "meet next time")
+    return peer_error(lambda: scope.group.exchange([1.0] * length, purpose, model))
 
 
 @pytest.mark.parametrize("kind", ["shared", "gloo"])

@@ -301,7 +301,7 @@ def _trains_and_closes(names: Names) -> None:
     names.pop("trainer").accelerator.close()
 
 
-def _lightning(names: Names) -> None:
+def lightning(names: Names) -> None:
     from tests.support.lightning_setup import data, quiet, toy
 
     quiet()
@@ -415,9 +415,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/metrics.md": [
         Block("from contextlib", before=hybrid_pages.trained, after=hybrid_pages.recorded),
         Block("def print_loss"),
-        Block(
-            "import lightning.pytorch as pl", before=_lightning, instead=IN_LIGHTNING, after=_exists("lightning.csv")
-        ),
+        Block("import lightning.pytorch as pl", before=lightning, instead=IN_LIGHTNING, after=_exists("lightning.csv")),
     ],
     "docs/native.md": [
         Block("import torch", before=hybrid_pages.language, instead=(("shardwise.shutdown()", ""),)),
@@ -449,7 +447,7 @@ PAGES: dict[str, list[Block]] = {
         Block("import torch", before=_blocks, after=_trained_in_half),
         Block("import torch.distributed", after=_in_dcp),
     ],
-    "docs/lightning.md": [Block("import lightning.pytorch as pl", before=_lightning, instead=IN_LIGHTNING)],
+    "docs/lightning.md": [Block("import lightning.pytorch as pl", before=lightning, instead=IN_LIGHTNING)],
     "docs/fabric.md": [
         Block("import torch", before=hybrid_pages.fabric, instead=IN_FABRIC, after=hybrid_pages.in_fabric)
     ],

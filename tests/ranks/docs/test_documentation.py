@@ -61,6 +61,11 @@ def matched(page: str) -> list[tuple[Fence, Block]]:
     return pairs
 
 
+def blocks(how: str, *pages: str) -> list[tuple[Fence, Block]]:
+    """Return the blocks of these pages that are treated so."""
+    return [(fence, block) for page in pages for fence, block in matched(page) if block.how == how]
+
+
 @pytest.mark.parametrize("page", EVERY_PAGE)
 def test_every_block_runs_or_has_a_reason(page: str) -> None:
     for fence, block in matched(page):
@@ -88,9 +93,7 @@ def run_page(page: str) -> list[str]:
             from tests.support.huggingface_setup import launched
 
             stack.enter_context(launched())
-        for fence, block in matched(page):
-            if block.how != "run":
-                continue
+        for fence, block in blocks("run", page):
             text = fence.text
             for printed, instead in block.instead:
                 assert printed in text, (page, fence.line, printed)
@@ -132,28 +135,23 @@ def test_modules_run_as_they_are_printed(
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    ran = 0
-    for page in PAGES:
-        for fence, block in matched(page):
-            if block.how != "main":
-                continue
-            ran += 1
-            named = re.match(r"# (\w+)\.py$", fence.first)
-            name = f"page_{named[1] if named else ran}"
-            Path(f"{name}.py").write_text(fence.text, "utf-8")
-            module = types.ModuleType(name)
-            module.__file__ = str(tmp_path / f"{name}.py")
-            monkeypatch.setitem(sys.modules, name, module)
-            exec(_place(fence, fence.text), module.__dict__)
-            for node in ast.parse(fence.text).body:
-                if isinstance(node, ast.If):  # if __name__ == "__main__"
-                    exec(_place(fence, "\n".join(ast.unparse(each) for each in node.body)), module.__dict__)
-            block.after(module.__dict__)
-            out = capsys.readouterr().out
-            for said in re.findall(r"^ *print\(.*\)  # (.*)$", fence.text, re.MULTILINE):
-                first = said.split(", some")[0].split(": ")[0] if not said.startswith("'") else said.split(", some")[0]
-                assert first in out, (page, fence.line, first, out)
-    assert ran == sum(block.how == "main" for blocks in PAGES.values() for block in blocks) > 4
+    for ran, (fence, block) in enumerate(blocks("main", *PAGES), 1):
+        named = re.match(r"# (\w+)\.py$", fence.first)
+        name = f"page_{named[1] if named else ran}"
+        Path(f"{name}.py").write_text(fence.text, "utf-8")
+        module = types.ModuleType(name)
+        module.__file__ = str(tmp_path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(_place(fence, fence.text), module.__dict__)
+        for node in ast.parse(fence.text).body:
+            if isinstance(node, ast.If):  # if __name__ == "__main__"
+                exec(_place(fence, "\n".join(ast.unparse(each) for each in node.body)), module.__dict__)
+        block.after(module.__dict__)
+        out = capsys.readouterr().out
+        for said in re.findall(r"^ *print\(.*\)  # (.*)$", fence.text, re.MULTILINE):
+            first = said.split(", some")[0].split(": ")[0] if not said.startswith("'") else said.split(", some")[0]
+            assert first in out, (fence.page, fence.line, first, out)
+    assert ran == sum(block.how == "main" for page in PAGES.values() for block in page) > 4
 
 
 def _commands(text: str) -> list[str]:
@@ -168,9 +166,7 @@ def test_commands_run_as_they_are_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("examples").symlink_to(ROOT / "examples")
-    for fence, block in matched(page):
-        if block.how != "shell":
-            continue
+    for fence, block in blocks("shell", page):
         assert run_ranks(1, _prepare, page, block.first) == [None]
         lines = fence.text.splitlines() if fence.text.startswith("$ ") else []
         printed = [line for line in lines if not line.startswith(("$ ", "..."))]
@@ -195,13 +191,10 @@ def test_make_targets_and_variables_exist() -> None:
     targets = re.findall(r"^(\w+):", makefile, re.MULTILINE)
     variables = set(re.findall(r"^(\w+) \?=", makefile, re.MULTILINE))
     checked = 0
-    for page in PAGES:
-        for fence, block in matched(page):
-            if block.how != "make":
-                continue
-            for line in _commands(fence.text):
-                command, target, *given = shlex.split(line, comments=True)
-                names = {word.partition("=")[0] for word in given}
-                assert command == "make" and target in targets and names <= variables, f"{page}:{fence.line}: {line}"
-                checked += 1
+    for fence, _ in blocks("make", *PAGES):
+        for line in _commands(fence.text):
+            command, target, *given = shlex.split(line, comments=True)
+            names = {word.partition("=")[0] for word in given}
+            assert command == "make" and target in targets and names <= variables, f"{fence.page}:{fence.line}: {line}"
+            checked += 1
     assert checked >= 7

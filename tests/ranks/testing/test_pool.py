@@ -251,17 +251,11 @@ def start_pool() -> None:
     RankPool(1).run(nothing)
 
 
-@pytest.fixture(scope="module")
-def shared_pool() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
 @pytest.fixture
-def pool(shared_pool: RankPool) -> RankPool:
+def pool(own_pool: RankPool) -> RankPool:
     """Return a running pool whose ranks have imported this module, so that none waits for another one's imports."""
-    shared_pool.run(nothing)
-    return shared_pool
+    own_pool.run(nothing)
+    return own_pool
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from shardwise.plan import ByTensor, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
 from tests.support.early_setup import MIX, Case, both, check_equal, full_state
-from tests.support.engine_setup import one_mesh, plain_steps, scaler, sharded
+from tests.support.engine_setup import one_mesh, plain_steps, scaler, sharded, told
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import tiers
@@ -128,13 +129,7 @@ def test_plan_refuses_options_that_need_all_gradients(changes: dict[str, Any], w
         zero(2).but(update="backward", **changes)
 
 
-def refusal(act: Callable[[], Any]) -> str:
-    """Return the message of the error that ``act`` raises."""
-    try:
-        act()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "nothing was raised"
+refusal = partial(told, error=(RuntimeError, ValueError))
 
 
 def refused_between(session: Session) -> dict[str, str]:

@@ -21,7 +21,7 @@ from shardwise.nn import optimizer as own
 from shardwise.plan import ByModule, Plan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, away_from_zero, one_mesh, plain_steps, seeded, sharded
+from tests.support.engine_setup import PLANS, OwnOptimizer, away_from_zero, one_mesh, plain_steps, seeded, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import with_tiers
@@ -29,68 +29,52 @@ from tests.support.tier_setup import with_tiers
 RANKS, STEPS = 3, 4
 
 
-class Normed(torch.optim.Optimizer):
-    """A user's optimizer of unknown name: momentum in the direction of the gradient."""
+class Normed(OwnOptimizer):
+    """An optimizer of unknown name: momentum in the direction of the gradient."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    average = self.state[param].setdefault("average", torch.zeros_like(param))
-                    average.mul_(0.5).add_(param.grad / param.grad.norm())
-                    param.sub_(group["lr"] * average)
+    def update(self, param: Any, group: dict[str, Any]) -> None:
+        average = self.state[param].setdefault("average", torch.zeros_like(param))
+        average.mul_(0.5).add_(param.grad / param.grad.norm())
+        param.sub_(group["lr"] * average)
 
 
-class Centred(Normed):
+class Centred(OwnOptimizer):
     """Subtracts each row's mean. It sets ``whole_tensors``, and it uses random numbers, so that a trial run could not
     show it."""
 
     whole_tensors = True
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    torch.rand(())
-                    param.sub_(group["lr"] * (param.grad - param.grad.mean(-1, keepdim=True)))
+    def update(self, param: Any, group: dict[str, Any]) -> None:
+        torch.rand(())
+        param.sub_(group["lr"] * (param.grad - param.grad.mean(-1, keepdim=True)))
 
 
-class Listed(Normed):
+class Listed(OwnOptimizer):
     """State as in SOAP and Shampoo: lists of matrices, one per dimension, some of them empty, tuples, dicts,
     strings."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                # shards have no 0-dim parameters
-                state, grad = self.state[param], param.grad.reshape(param.shape or (1,))
-                if not state:
-                    sizes = [size if size < 10 else 0 for size in grad.shape]
-                    state["matrices"] = [param.new_zeros(n, n) if n else [] for n in sizes]
-                    state["of"] = {
-                        "steps": (0, torch.zeros((), dtype=torch.float64)),
-                        3: {"norms": param.new_zeros(2)},
-                        "kind": "x",
-                    }
-                for dim, matrix in enumerate(state["matrices"]):
-                    if isinstance(matrix, Tensor):
-                        moved = grad.movedim(dim, 0)
-                        rows = moved.reshape(len(matrix), -1)
-                        matrix.mul_(0.5).add_(rows @ rows.T)
-                        grad = (matrix @ rows / (1 + matrix.norm())).view(moved.shape).movedim(0, dim).contiguous()
-                steps, told = state["of"]["steps"]
-                state["of"]["steps"] = (steps + 1, told + 1)
-                state["of"][3]["norms"].add_(grad.norm())
-                grad = grad.view(param.shape) / (1 + state["of"][3]["norms"][0])
-                param.sub_(group["lr"] * grad * (1 + 0.1 * steps + 0.1 * told))
+    def update(self, param: Any, group: dict[str, Any]) -> None:
+        # shards have no 0-dim parameters
+        state, grad = self.state[param], param.grad.reshape(param.shape or (1,))
+        if not state:
+            sizes = [size if size < 10 else 0 for size in grad.shape]
+            state["matrices"] = [param.new_zeros(n, n) if n else [] for n in sizes]
+            state["of"] = {
+                "steps": (0, torch.zeros((), dtype=torch.float64)),
+                3: {"norms": param.new_zeros(2)},
+                "kind": "x",
+            }
+        for dim, matrix in enumerate(state["matrices"]):
+            if isinstance(matrix, Tensor):
+                moved = grad.movedim(dim, 0)
+                rows = moved.reshape(len(matrix), -1)
+                matrix.mul_(0.5).add_(rows @ rows.T)
+                grad = (matrix @ rows / (1 + matrix.norm())).view(moved.shape).movedim(0, dim).contiguous()
+        steps, told = state["of"]["steps"]
+        state["of"]["steps"] = (steps + 1, told + 1)
+        state["of"][3]["norms"].add_(grad.norm())
+        grad = grad.view(param.shape) / (1 + state["of"][3]["norms"][0])
+        param.sub_(group["lr"] * grad * (1 + 0.1 * steps + 0.1 * told))
 
 
 class Net(nn.Module):

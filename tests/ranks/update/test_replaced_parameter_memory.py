@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.core.comm import PeerError
 from shardwise.plan import ByNumel, Plan, zero
 from tests.support.early_setup import counting
-from tests.support.engine_setup import check, data, one_mesh, plain_steps, seeded, sharded
+from tests.support.engine_setup import OwnOptimizer, check, data, one_mesh, plain_steps, seeded, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.steps import train_sharded
 from tests.support.tier_setup import small_tiles, tiers
@@ -22,21 +22,17 @@ State = dict[str, Any]
 Update = Callable[[nn.Parameter, Group, State], None]
 
 
-class Own(torch.optim.Optimizer):
+class Own(OwnOptimizer):
     """An optimizer with a function that updates a parameter."""
 
     whole_tensors = False
 
-    def __init__(self, params: Any, update: Update) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.update = update
+    def __init__(self, params: Any, function: Update) -> None:
+        super().__init__(params)
+        self.function = function
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.update(param, group, self.state[param])
+    def update(self, param: Any, group: dict[str, Any]) -> None:
+        self.function(param, group, self.state[param])
 
 
 def new(param: nn.Parameter, group: Group) -> Tensor:

@@ -17,30 +17,27 @@ from torch.distributed.fsdp import CPUOffload
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import OwnOptimizer
 from tests.support.sets import full
 
 RANKS, ROWS = 2, 6
 State = dict[str, Any]
 
 
-class Anchored(torch.optim.Optimizer):
+class Anchored(OwnOptimizer):
     """Momentum, and a pull towards the parameter's value when the optimizer was built; no step creates state."""
 
     def __init__(self, params: Any, lr: float = 0.1, pull: float = 0.3) -> None:
-        super().__init__(params, {"lr": lr, "pull": pull})
+        super().__init__(params, lr, pull=pull)
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p] = {"count": torch.tensor(0.0), "mean": torch.zeros_like(p), "home": p.detach().clone()}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["count"] += 1
-                    state["mean"].mul_(0.5).add_(p.grad)
-                    p.add_(state["mean"] + group["pull"] * (p - state["home"]), alpha=-group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        state["count"] += 1
+        state["mean"].mul_(0.5).add_(p.grad)
+        p.add_(state["mean"] + group["pull"] * (p - state["home"]), alpha=-group["lr"])
 
 
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

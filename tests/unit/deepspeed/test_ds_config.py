@@ -20,7 +20,8 @@ import torch
 from shardwise.deepspeed.config import batch_of, load_config, read_config
 from shardwise.deepspeed.plan import to_plan
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS
-from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, ScalerPlan, replicated, zero
+from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, replicated, zero
+from tests.support.ds_setup import scaler
 from tests.support.on_ranks import raises
 
 Tree = dict[str, Any]
@@ -52,13 +53,7 @@ def merged(tree: Tree, more: Tree) -> Tree:
     return result
 
 
-def scaler(**changes: float) -> ScalerPlan:
-    fields = {"initial_scale": 2.0**16, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
-    rest = {"growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**126, "growth_delay": 1}
-    return ScalerPlan(**{**fields, **rest, **changes})  # type: ignore[arg-type]
-
-
-def constant(scale: float) -> ScalerPlan:
+def constant(scale: float) -> Any:
     return scaler(initial_scale=scale, min_scale=scale, max_scale=scale, hysteresis=1, growth_delay=0)
 
 

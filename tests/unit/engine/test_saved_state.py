@@ -35,6 +35,7 @@ from shardwise.nn.optimizer import Lamb
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import assert_close
+from tests.support.engine_setup import OwnOptimizer
 from tests.support.on_ranks import raises
 from tests.support.program_setup import forked_python, python
 from tests.support.sets import campaign, full
@@ -178,32 +179,20 @@ class MyAdamW(O.AdamW):
     """A subclass without changes."""
 
 
-class SGD(O.Optimizer):
+class SGD(OwnOptimizer):
     """A user's class with the name and the momentum key of torch's SGD."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "momentum": 0.9})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                held = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                p.sub_(held.mul_(group["momentum"]).add_(p.grad), alpha=group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        held = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        p.sub_(held.mul_(group["momentum"]).add_(p.grad), alpha=group["lr"])
 
 
-class Int8(O.Optimizer):
+class Int8(OwnOptimizer):
     """8-bit moments under Adam's names."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                kept = {key: torch.zeros_like(p, dtype=torch.uint8) for key in ("exp_avg", "exp_avg_sq")}
-                self.state[p].update(kept, step=torch.tensor(1.0))
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        kept = {key: torch.zeros_like(p, dtype=torch.uint8) for key in ("exp_avg", "exp_avg_sq")}
+        self.state[p].update(kept, step=torch.tensor(1.0))
 
 
 MAKERS: dict[str, Make] = {
@@ -221,7 +210,7 @@ MAKERS: dict[str, Make] = {
     "adadelta": lambda p: O.Adadelta(p, lr=0.01),
     "sgd": lambda p: O.SGD(p, lr=0.01),
     "momentum": lambda p: O.SGD(p, lr=0.01, momentum=0.9),
-    "own sgd": SGD,
+    "own sgd": lambda p: SGD(p, momentum=0.9),
     "int8": Int8,
 }
 

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, ScalerPlan
+from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan
 from shardwise.strategies import deepspeed_config
 from shardwise.strategies.deepspeed import DeepSpeed
 from shardwise.strategies.deepspeed_config import DeepSpeedArguments, TrainerFacts, complete, read, to_plan
+from tests.support.ds_setup import scaler
 from tests.support.on_ranks import raises
 
 Tree = dict[str, Any]
@@ -83,12 +84,6 @@ def disk(**changes: Any) -> DiskPlan:
     fields = {"directory": "/local_nvme", "block_bytes": 2**20, "queue_depth": 8, "threads": 1, "single_submit": False}
     rest = {"overlap_events": True, "state_buffers": 4, "param_buffers": 5}
     return DiskPlan(**{**fields, **rest, **changes})
-
-
-def scaler(**changes: float) -> ScalerPlan:
-    fields = {"initial_scale": 2.0**16, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
-    rest = {"growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**126, "growth_delay": 1}
-    return ScalerPlan(**{**fields, **rest, **changes})  # type: ignore[arg-type]
 
 
 HOST = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
