@@ -220,8 +220,10 @@ def main(options: argparse.Namespace) -> int:
     """Run one action on rank 0 of a launcher (or without one); the other ranks do nothing."""
     if os.environ.get("RANK", "0") != "0":
         return 0
-    action: Callable[[argparse.Namespace], int] = options.action_main
-    return action(options)
+    for path in filter(None, (getattr(options, name, None) for name in ("path", "source", "first", "second"))):
+        if not path.exists():  # before the import of torch
+            raise BadInput(f"{path}: no such file or directory; check the path")
+    return int(options.action_main(options))
 
 
 @contextmanager
@@ -314,10 +316,8 @@ def _inspect(options: argparse.Namespace) -> int:
         state_bytes = len(json.dumps(state))
         if options.json:
             listed = {n: {"shape": list(f.shape), "dtype": _dtype_text(f)} for n, f in facts.items()}
-            json.dump(
-                {"format": _format_of(source), "tensors": listed, "state_bytes": state_bytes}, sys.stdout, indent=2
-            )
-            print()
+            content = {"format": _format_of(source), "tensors": listed, "state_bytes": state_bytes}
+            print(json.dumps(content, indent=2))
             return 0
         _say(f"{_place_of(source, options.path)}: {_format_of(source)}")
         width = max((len(name) for name in facts), default=0)
@@ -355,20 +355,22 @@ def _convert(options: argparse.Namespace) -> int:
     """Write a checkpoint in another format. Notes on standard error say what the format cannot hold.
 
     examples:
-      shardwise checkpoint convert runs/step-1000 llama --to huggingface --dtype bfloat16 --max-shard-size 5GB
+      shardwise checkpoint convert runs/step-1000 llama --to huggingface
+      shardwise checkpoint convert runs/step-1000 llama --to single --dtype bf16
       shardwise checkpoint convert deepspeed-run resume/step-1000 --to native
       shardwise checkpoint convert trainer-output resume/step-1000 --to native
-      shardwise checkpoint convert runs/step-1000 adapter --to peft --lora-alpha 16 --base meta-llama/Llama-3.2-1B
+      shardwise checkpoint convert run/step-9 adapter --to peft --lora-alpha 16
     """
+    if os.path.realpath(options.source) == os.path.realpath(options.target):
+        raise BadInput(f"{options.target}: source and target are the same; give another place to write to")
+    existed = _check_target(options.target, options.overwrite)
+
     import torch
 
     from shardwise.core.checkpoint.atomic import DISK
     from shardwise.core.checkpoint.source import CheckpointError
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    if os.path.realpath(options.source) == os.path.realpath(options.target):
-        raise BadInput(f"{options.target}: source and target are the same; give another place to write to")
-    existed = _check_target(options.target, options.overwrite)
     with _opened(options, "source") as source:
         watched = _Watched(source, f"writing {options.target}")
         try:
@@ -413,8 +415,6 @@ def _verify(options: argparse.Namespace) -> int:
     from shardwise.core.checkpoint.formats.registry import open_checkpoint
     from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
-    if not options.path.exists():
-        raise BadInput(f"{options.path}: no such file or directory; check the path")
     try:
         with closing(open_checkpoint(options.path, options.path_format, options.path_optimizer)) as source:
             native = isinstance(source, NativeSource)

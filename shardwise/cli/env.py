@@ -21,6 +21,7 @@ from typing import Any
 
 from shardwise import __version__
 from shardwise.cli.parser import texts
+from shardwise.cli.run import threads_per_rank
 from shardwise.core.base.sizes import size_text
 
 PACKAGES = (
@@ -86,7 +87,7 @@ def _devices(torch: Any) -> Iterator[tuple[str, str]]:
         yield str(device), f"{runtime().identity(index)[0]}, {size_text(runtime().total_bytes(device))}"
     if not torch.cuda.device_count():
         yield "GPUs", "none that torch can use"
-    yield "cores", f"{_cores()} usable of {os.cpu_count()}"
+    yield "cores", f"{threads_per_rank(1)} usable of {os.cpu_count()}"
     yield "host memory", f"{size_text(_memory_bytes('MemTotal'))}, {size_text(_memory_bytes('MemAvailable'))} free"
 
 
@@ -125,10 +126,6 @@ def _warnings(torch: Any, environment: Mapping[str, str]) -> Iterator[str]:
         yield f"Fewer than {NEEDED_FILES} files may be open: raise the limit (ulimit -n {NEEDED_FILES})."
     if "WORLD_SIZE" in environment and "RANK" not in environment:
         yield f"WORLD_SIZE={environment['WORLD_SIZE']} is set without RANK: unset it, or start with `shardwise run`."
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory_bytes(field: str) -> int:

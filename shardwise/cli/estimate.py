@@ -8,7 +8,7 @@ gathered layers are not included.
 examples:
   shardwise estimate llama/ --stage 3 --ranks 8 --offload host
   shardwise estimate llama/ --ranks 8 --offload disk --offload-params device
-  shardwise estimate train.py:build --stage 2 --ranks 4 --precision fp32 --optimizer SGD --json
+  shardwise estimate train.py:build --stage 2 --ranks 4 --optimizer SGD --json
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
     add("--pp", type=int, default=1, help=argparse.SUPPRESS)
     add("--device", choices=("cuda", "cpu"), default="cuda", help="device of the ranks")
     add("--rank", type=int, default=0, metavar="R", help="index among the ranks that shard; 0 has the most")
-    add("--json", action="store_true", help="print bytes by memory (device, host, disk) and kind as JSON")
+    add("--json", action="store_true", help="print the same numbers as JSON")
     parser.set_defaults(main=main)
 
 
@@ -62,6 +62,7 @@ def main(options: argparse.Namespace) -> int:
         raise BadInput(f"--offload-params {options.offload_params} with --stage {options.stage}: use --stage 3")
     if options.optimizer == "Adafactor":
         raise BadInput("--optimizer Adafactor cannot be estimated: its state is factored; give another optimizer")
+    _check_target(options.model)
 
     from shardwise.session import estimate_memory
 
@@ -77,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
     except EXPLAINED as problem:
         start = "Start another number with torchrun or 'shardwise run'"
         raise BadInput(str(problem).replace(start, "Change --ranks")) from None
-    print(json.dumps(by_tier, indent=2) if options.json else _table(by_tier, model))
+    print(_report(by_tier, sum(each.numel() for each in model.parameters()), options.json))
     return 0
 
 
@@ -94,11 +95,21 @@ def _plan(options: argparse.Namespace) -> Any:
     return Settings(**sizes).plan().but(**shares)
 
 
+def _check_target(target: str) -> None:
+    """Check what can be checked before the import of torch."""
+    if target.endswith(".py"):
+        raise BadInput(f"{target}: name a function of it that returns a model, as in {target}:build")
+    if os.path.isdir(target) or ":" not in target:
+        local = os.path.exists(target) or target.endswith("/")  # otherwise it may be cached
+        if local and not os.path.isfile(os.path.join(target, "config.json")):
+            raise BadInput(f"{target}: is no folder with a config.json; give one, or FILE_OR_MODULE:FUNCTION")
+    elif (source := split_target(target)[0]).endswith(".py") and not os.path.isfile(source):
+        raise BadInput(f"{source}: no such file; give a Python file or a module name")
+
+
 def _model(target: str) -> Any:
     import torch
 
-    if target.endswith(".py"):
-        raise BadInput(f"{target}: name a function of it that returns a model, as in {target}:build")
     if ":" in target and not os.path.isdir(target):
         source, function = split_target(target)
         with torch.device("meta"):
@@ -107,8 +118,6 @@ def _model(target: str) -> Any:
         if not isinstance(model, torch.nn.Module):
             raise BadInput(f"{target} returned {type(made).__name__}: return a torch.nn.Module")
         return model
-    if os.path.exists(target) and not os.path.isfile(os.path.join(target, "config.json")):
-        raise BadInput(f"{target}: is no folder with a config.json; give one, or FILE_OR_MODULE:FUNCTION")
     if not importlib.util.find_spec("transformers"):
         raise BadInput(f"{target}: a Hugging Face model needs transformers, which is not installed")
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -130,10 +139,13 @@ def _model(target: str) -> Any:
         raise BadInput(f"{target}: no such folder, and no cached model of the hub; {advice}") from None
 
 
-def _table(by_tier: dict[str, dict[str, int]], model: Any) -> str:
-    tiers = [{**own, "total": sum(own.values())} for own in by_tier.values()]
-    rows = [["on one rank", *by_tier]]
-    rows += [[kind, *(size_text(own.get(kind, 0)) for own in tiers)] for kind in KINDS]
-    numel = sum(each.numel() for each in model.parameters())
+def _report(by_tier: dict[str, dict[str, int]], numel: int, as_json: bool) -> str:
+    """Return the estimate as a table or as JSON."""
+    tiers = {tier: {**own, "total": sum(own.values())} for tier, own in by_tier.items()}
+    if as_json:
+        sizes = {tier: {f"{k.replace(' ', '_')}_bytes": own.get(k, 0) for k in KINDS} for tier, own in tiers.items()}
+        return json.dumps({"num_parameters": numel, **sizes}, indent=2)
+    rows = [["on one rank", *tiers]]
+    rows += [[kind, *(size_text(own.get(kind, 0)) for own in tiers.values())] for kind in KINDS]
     notes = f"\n{numel:,} parameters. Activations and gathered layers are not included."
     return "\n".join(f"{row[0]:16}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows) + notes

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 2 for bad input and files that cannot be read or written, 130 and 143 after Ctrl-C and SIGTERM, and
     141 if standard output was closed.
     """
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args([*words[1:], "--help"] if words[:1] == ["help"] else words)
     status, message = _ended(options)
     lost = _written_out()
     if isinstance(lost, BrokenPipeError):  # for example, `| head` has exited

@@ -31,7 +31,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser without abbreviations of options, whose errors are one line, without the usage text."""
+    """An argument parser without abbreviations of options, whose errors are one line, without the usage text.
+
+    A parser's default ``foreign`` has advice about options of other programs, by their names without ``--``.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **options)
@@ -48,7 +51,9 @@ class OneLineParser(argparse.ArgumentParser):
         names = r"unrecognized arguments: .*?(--[^\s=]+)|invalid choice: '(.*?)' \(choose from (.*)\)"
         if wrong := re.search(names, message):
             known = re.findall(r"[\w-]+", wrong[3] or " ".join(self._option_string_actions))
-            near = did_you_mean((wrong[1] or wrong[2]).lstrip("-"), [each.lstrip("-") for each in known], "", 0.66)
+            advice = self.get_default("foreign") or {}
+            name = (wrong[1] or wrong[2]).lstrip("-").replace("_", "-")
+            near = did_you_mean(name, [each.lstrip("-") for each in known], advice.get(name, ""), 0.66)
             message = f"{message}; {near.replace(chr(39), chr(39) + '--', 1) if wrong[1] else near}".removesuffix("; ")
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 

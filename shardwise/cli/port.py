@@ -1,10 +1,10 @@
 """Report which names of another library work here; rewrite the imports with --write. Arguments are reported, too.
 
 examples:
-  shardwise port train.py                report each name and argument
-  shardwise port --diff src/             report, and show the changes, for all programs below a folder
-  shardwise port --write train.py        report, and change the file
-  shardwise port --table colossalai      print all names of a library as Markdown
+  shardwise port train.py             report each name and argument
+  shardwise port --diff src/          also show the changes, for a folder
+  shardwise port --write train.py     report, and change the file
+  shardwise port --table colossalai   print all names of a library as Markdown
 
 Exit status: 0 if every name works, 1 if a name is missing, 2 if a file cannot be read.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import io
 import sys
 import tokenize
 from collections import Counter
@@ -21,9 +20,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.errors import BadInput
+from shardwise.cli.errors import BadInput, writing
 from shardwise.cli.parser import texts
-from shardwise.core.base.validate import in_a_line, printable
+from shardwise.core.base.validate import did_you_mean, in_a_line, printable
 
 if TYPE_CHECKING:
     from shardwise.compat.port import Finding
@@ -50,7 +49,8 @@ def main(options: argparse.Namespace) -> int:
     if options.table is not None:
         for name in options.table:
             if name not in HOMES:
-                raise BadInput(f"--table {name}: give one of {', '.join(HOMES)}")
+                hint = did_you_mean(name, HOMES, f"give one of {', '.join(HOMES)}")
+                raise BadInput(f"--table {name}: no such library; {hint}")
         print(markdown([alias_table(name) for name in options.table]), end="")
         return 0
     if not options.files:
@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     programs: dict[Path, tuple[str, str, list[Finding]]] = {}
     for path in _programs(options.files):  # read all programs before any is written
         try:
-            text = _text(path)
+            text = path.read_bytes().decode(_encoding(path))  # without changes of line ends
             programs[path] = (text, rewritten(text, tables), findings(text, tables))
         except OSError as problem:
             unread.append(f"{path}: {problem.strerror}")
@@ -71,7 +71,8 @@ def main(options: argparse.Namespace) -> int:
     changed = {path for path, (old, new, _) in programs.items() if new != old}
     if options.write:
         for path in changed:  # write all of them, even if standard output was closed
-            _write(path, programs[path][1])
+            with writing(path):
+                path.write_bytes(programs[path][1].encode(_encoding(path)))
     total: Counter[str] = Counter()
     for path, (old, new, names) in programs.items():
         total.update(each.verdict for each in names)
@@ -85,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
     if programs:
         print(f"{total.total()} {what}{counts}; {len(changed)} of {len(programs)} {files} {done}")
     for message in unread:
-        print(f"shardwise port: not read: {printable(message)}", file=sys.stderr)
+        print(f"shardwise port: error: {printable(message)}", file=sys.stderr)
     return 2 if unread else 1 if total["missing"] else 0
 
 
@@ -97,18 +98,9 @@ def _programs(paths: Iterable[Path]) -> Iterator[Path]:
         yield from programs if path.is_dir() else [path]
 
 
-def _text(path: Path) -> str:
+def _encoding(path: Path) -> str:
     with path.open("rb") as raw:
-        encoding, _ = tokenize.detect_encoding(raw.readline)
-    return path.read_bytes().decode(encoding)  # decoded without changes of line ends
-
-
-def _write(path: Path, text: str) -> None:
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(path.read_bytes()).readline)
-    try:
-        path.write_bytes(text.encode(encoding))
-    except OSError as problem:
-        raise BadInput(f"{path}: {problem.strerror}") from None
+        return tokenize.detect_encoding(raw.readline)[0]
 
 
 def _print(path: Path, names: list[Finding]) -> None:

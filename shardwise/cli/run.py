@@ -2,11 +2,10 @@
 
 one host:
   shardwise run --nproc 4 train.py --lr 0.1
-  shardwise run --nproc 4 --as deepspeed train.py --deepspeed_config ds_config.json
+  shardwise run --nproc 4 --as deepspeed train.py --deepspeed_config ds.json
 
-two hosts:
-  shardwise run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29500 train.py    (on host0)
-  shardwise run --nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint host0:29500 train.py    (on host1)
+two hosts (the same command on each):
+  shardwise run --nproc 8 --nnodes 2 --rdzv-endpoint host0:29500 train.py
 """
 
 # torchrun runs inside this process. It starts every rank in its own session, so Ctrl-C reaches only the launcher, which
@@ -144,6 +143,11 @@ otherwise cpu); default: one for each GPU, or 1 without GPUs"""
 NODE_RANK = """index of this host, from 0; host 0 opens the rendezvous. If it is left out, the host that has the name or
 address of --rdzv-endpoint opens it. Torch decides which ranks a host gets"""
 
+FOREIGN = dict.fromkeys(("num-gpus", "num-processes"), "use --nproc")
+FOREIGN |= dict.fromkeys(("standalone", "rdzv-backend"), "leave it out: it is the default")
+FOREIGN |= dict.fromkeys(("master-addr", "master-port"), "for several hosts use --rdzv-endpoint HOST:PORT")
+"""Options of other launchers, and what to do instead."""
+
 
 def add_parser(commands: Any) -> None:
     """Add ``run`` to the command's subparsers."""
@@ -161,7 +165,7 @@ def add_parser(commands: Any) -> None:
     add("--node-rank", type=int, metavar="R", help=NODE_RANK)
     add("--rdzv-endpoint", metavar="HOST:PORT", help="address and port of the first host, the same on every host")
     add("--rdzv-id", metavar="NAME", help="name of the run, if several use one endpoint")
-    parser.set_defaults(main=main)
+    parser.set_defaults(main=main, foreign=FOREIGN, known={*parser._option_string_actions} - {"-m", "-h", "--help"})
 
 
 def launcher_arguments(options: argparse.Namespace) -> list[str]:
@@ -170,7 +174,6 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
     Raises:
         BadInput: a number out of range, several hosts without a rendezvous endpoint, or no such script.
     """
-    ranks = ranks_of_host(options.nproc)
     option("--max-restarts", integer, options.max_restarts, 0)
     hosts = _most_hosts(options.nnodes)
     if options.node_rank is not None:
@@ -182,7 +185,7 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
         wrong = "cannot be read" if Path(options.script).is_file() else "no such file"
         wrong = "is a folder" if Path(options.script).is_dir() else wrong
         raise BadInput(f"{options.script}: {wrong}; give a Python script (or -m and a module name)")
-    arguments = [f"--nproc-per-node={ranks}", f"--max-restarts={options.max_restarts}"]
+    arguments = [f"--nproc-per-node={ranks_of_host(options.nproc)}", f"--max-restarts={options.max_restarts}"]
     if options.nnodes == "1" and not options.rdzv_endpoint:
         # By address, because the name of this host, which torch would use, may not be resolvable.
         arguments += ["--standalone", "--local-addr=127.0.0.1"]
@@ -300,6 +303,8 @@ def main(options: argparse.Namespace) -> int:
     """Start the script on every rank of this host, and return its exit status (2: bad input)."""
     arguments = launcher_arguments(options)
     check_hosts(options)
+    for name in sorted(options.known & {each.partition("=")[0].replace("_", "-") for each in options.arguments}):
+        print(f"shardwise run: warning: {name} after the script is passed to it; put it before", file=sys.stderr)
     ranks, cores = ranks_of_host(options.nproc), threads_per_rank(1)
     if ranks > MOST_PER_CORE * cores:
         print(f"shardwise run: note: {ranks} ranks share {cores} cores, which is slow", file=sys.stderr, flush=True)

@@ -51,12 +51,9 @@ def main(arguments: Sequence[str]) -> None:
 
 def _check(program: Sequence[str]) -> None:
     """Print one line, as Python does, for errors for which :mod:`runpy` would print a traceback."""
-    if program[0] != "-m":
-        there = Path(program[0]).exists()
-    else:
-        there = importlib.util.find_spec(program[1].partition(".")[0] or "-") is not None
-    if not there:
-        what = f"no module {program[1]}" if program[0] == "-m" else f"{program[0]}: no such file"
+    module = program[1].partition(".")[0] or "-" if program[0] == "-m" else ""
+    if not (importlib.util.find_spec(module) if module else Path(program[0]).exists()):
+        what = f"no module {program[1]}" if module else f"{program[0]}: no such file"
         _refuse(f"{what}; give a Python script (or -m and a module name)")
 
 

@@ -2,8 +2,8 @@
 stored activations of each rank.
 
 examples:
-  shardwise schedule --pp 4 --microbatches 8 --style zbv --svg zbv.svg
-  shardwise schedule --pp 4 --microbatches 8 --style interleaved --chunks 2 --times 1 1.2 0.8
+  shardwise schedule --pp 4 --microbatches 8 --style interleaved --svg p.svg
+  shardwise schedule --pp 4 --microbatches 8 --style zbv --times 1 1.2 0.8
 """
 
 from __future__ import annotations

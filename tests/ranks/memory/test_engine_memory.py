@@ -195,11 +195,14 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(tmp_path), "--ranks", "2", "--offload", "host", "--device", "cpu", "--json"]) == 0
     plan = Settings(precision="bf16", offload="host").plan()
     found = json.loads(capsys.readouterr().out)
-    assert found == estimate_memory(model, torch.optim.AdamW(model.parameters()), plan, 2, 0, "cpu")
+    by_tier = estimate_memory(model, torch.optim.AdamW(model.parameters()), plan, 2, 0, "cpu")
+    assert found.pop("num_parameters") == numel and found["host"]["total_bytes"] == sum(by_tier["host"].values())
+    shown = {tier: {kind[:-6].replace("_", " "): n for kind, n in own.items() if n} for tier, own in found.items()}
+    assert by_tier == {tier: {kind: n for kind, n in own.items() if kind != "total"} for tier, own in shown.items()}
     offload = ["--ranks", "2", "--offload", "host", "--offload-params", "disk"]
     assert main(["estimate", str(tmp_path), *offload, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    kinds = found["disk"]["parameters"], found["host"]["gradients"], found["host"]["masters"]
+    kinds = (found["disk"]["parameters_bytes"], *(found["host"][f"{kind}_bytes"] for kind in ("gradients", "masters")))
     assert numel <= kinds[0] < 1.01 * numel and kinds == (kinds[0], kinds[0], 2 * kinds[0])
     assert main(["estimate", str(tmp_path), *offload]) == 0
     rows = {line[:16].strip(): line[16:].split() for line in capsys.readouterr().out.splitlines()[:-1]}

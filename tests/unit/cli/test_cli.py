@@ -37,6 +37,7 @@ BAD_RUN = [
     ("--max-restarts -1 SCRIPT", "--max-restarts -1"),
     ("/nowhere.py", "/nowhere.py: no such file"),
     ("/tmp", "/tmp: is a folder; give a Python script"),
+    ("--num_gpus 2 SCRIPT", "unrecognized arguments: --num_gpus; use --nproc (see"),
     ("--as horovod SCRIPT", "argument --as: invalid choice: 'horovod' (choose from"),
     ("--nnodes 2 SCRIPT", "--nnodes 2"),
     *(
@@ -63,6 +64,7 @@ def test_unknown_option(command: str, rest: str, capsys: pytest.CaptureFixture[s
     text, program = capsys.readouterr().err, f"shardwise {command}"
     assert text.startswith(f"{program}: error: unrecognized") and f"{program} --help" in text and "did you mean" in text
     assert status("rnu") == 2 and "did you mean 'run'?" in capsys.readouterr().err
+    assert status("help", *command.split()) == 0 and program in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("options", "expected"), BAD_RUN)
@@ -117,10 +119,10 @@ def test_run_options_for_several_hosts() -> None:
 def test_run_returns_the_status_of_the_script(tmp_path: Path, flag: str, status: int, whole: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nos.kill(os.getpid(), 9) if sys.argv[1] == 'kill' else sys.exit(5)\n")
-    command = ["shardwise", "run", "--nproc", "1", str(script), flag]
+    command = ["shardwise", "run", "--nproc", "1", str(script), flag, "--nproc=2"]
     found, shown = finished(*command, log=tmp_path / "log", whole=whole, fork_ranks=False)
     assert found == status, shown
-    assert "rank 0 ended with" in shown and "Traceback" not in shown
+    assert "rank 0 ended with" in shown and "Traceback" not in shown and "warning: --nproc after the script" in shown
 
 
 MEETING = """
@@ -167,8 +169,9 @@ def test_launchers_of_two_hosts_form_one_group(tmp_path: Path, whole: bool) -> N
     assert {path.name for path in folder.iterdir()} == {f"started-by-{launcher.pid}" for launcher in (first, second)}
 
 
-def test_drawing_a_schedule_does_not_import_torch() -> None:
-    command = "from shardwise.cli.main import main; main(['schedule', '--pp', '2', '--microbatches', '2'])"
+def test_schedules_and_errors_about_paths_do_not_import_torch() -> None:
+    commands = ["schedule --pp 2 --microbatches 2", "checkpoint inspect a", "estimate a/", "estimate a.py", "run a.py"]
+    command = f"from shardwise.cli.main import main; [main(each.split()) for each in {commands}]"
     done = python("-c", f"import sys; {command}; sys.exit('torch' in sys.modules)")
     assert done.returncode == 0, done.stderr
 

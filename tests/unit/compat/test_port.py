@@ -185,8 +185,8 @@ def test_invalid_input(known: None, tmp_path: Path, capsys: pytest.CaptureFixtur
         (b"x = 1\nimport = 2\n", "bad.py", "bad.py: not Python (invalid syntax"),
         (b"x = 1\0", "zeros.py", "zeros.py: not Python"),
         (b"", "", "no FILE"),
-        (b"", "/nowhere.py", "not read: /nowhere.py: No such file"),
-        (b"", "--table nothing", "--table nothing: give one of colossalai, deepspeed"),
+        (b"", "/nowhere.py", "port: error: /nowhere.py: No such file"),
+        (b"", "--table nothing", "--table nothing: no such library; give one of colossalai, deepspeed"),
     ):
         if content:
             (tmp_path / name).write_bytes(content)
