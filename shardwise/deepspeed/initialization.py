@@ -139,7 +139,7 @@ def initialize(
     engine.collate_fn = collate_fn
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
-    return engine, session.optimizer, engine.training_dataloader, schedule
+    return engine, engine.optimizer, engine.training_dataloader, schedule
 
 
 def _plan(settings: Settings, ranks: int, model: nn.Module) -> Plan:

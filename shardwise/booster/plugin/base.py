@@ -339,7 +339,7 @@ class ShardedPlugin(Plugin):
         self.prepare(session)
         give_names(session)
         remember_session(session)
-        return session.module, session.optimizer
+        return session.module, session.optimizers[0] if session.optimizers else None
 
     def session(self, model: nn.Module) -> Session:
         """Return the session of a boosted model, which has its plan, ``memory()``, ``traffic()``, ``full_gradients()``.

@@ -348,11 +348,13 @@ def _is_untouched(value: torch.Tensor) -> bool:
     return not value.numel() or bool(is_absent(value.flatten()[0]))
 
 
-def _refuse_forward(model: nn.Module, _args: object) -> NoReturn:
-    raise RuntimeError(
-        f"a forward pass of a {type(model).__name__} that was closed while its parameters were sharded, so that it has "
-        "no values: build it again, and load a state"
-    )
+def _refuse_absent(model: nn.Module, *_: object) -> None:
+    """Raise if parameters have no values: a hook of passes and states."""
+    if any(param.numel() > 1 and not any(param.stride()) for param in model.parameters()):
+        raise RuntimeError(
+            f"a {type(model).__name__} that was closed while its parameters were sharded has no values: build it again, "
+            "and load a state, or call unshard() instead of close()"
+        )
 
 
 class Guards:
@@ -483,9 +485,9 @@ class Guards:
 
     def remove(self) -> None:
         """Stop watching the model. A model without values still raises errors if it is called or saved."""
+        self.state_dicts.remove()
         if self._pool.has_transient and not self.unsharded:
-            self._model.register_forward_pre_hook(_refuse_forward)
-        else:
-            self.state_dicts.remove()
+            self._model.register_forward_pre_hook(_refuse_absent)
+            self._model.register_state_dict_pre_hook(_refuse_absent)  # type: ignore[no-untyped-call]
         for module in self._model.modules():
             module.__dict__.pop(MARK, None)

@@ -55,8 +55,9 @@ def given(names: Names, code: str) -> None:
         lightning(names)
         names["module"] = names["model"]
     if free & {"batch", "booster", "dataset"}:
-        hybrid_pages.language(names, 2)
-        names["batch"] = dict.fromkeys(("input_ids", "labels"), names["dataset"].ids[:4])
+        hybrid_pages.deeper(names)
+        ids, names["dataset"] = names["train_dataset"].ids, names["train_dataset"]
+        names["batch"] = dict.fromkeys(("input_ids", "labels"), ids[:4])
     if free & {"batch", "booster"}:
         plugin = HybridParallelPlugin(tp_size=1, pp_size=2, zero_stage=1, precision="fp32", num_microbatches=2)
         booster = names["booster"] = Booster(plugin=plugin)

@@ -293,5 +293,5 @@ def test_closed_sessions_raise() -> None:
             train(session)
         raises(RuntimeError, r"step\(\).* was closed", session.optimizer.step)
     raises(RuntimeError, "the Sequential was closed", session.module, torch.ones(2, 5))
-    raises(RuntimeError, "forward pass of a Sequential that was closed", session.model, torch.ones(2, 5))
-    raises(RuntimeError, "only this rank's shards", session.model.state_dict)
+    raises(RuntimeError, "Sequential that was closed while", session.model, torch.ones(2, 5))
+    raises(RuntimeError, "Sequential that was closed while", session.model.state_dict)
