@@ -178,7 +178,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
 
 class FP16TorchMixedPrecision(AutocastPrecision):
-    """fp16 autocast and ``torch.amp.GradScaler``. Source: torch.amp; Micikevicius et al., arXiv 1710.03740.
+    """fp16 autocast and ``torch.amp.GradScaler``.
 
     Args:
         init_scale: the first loss scale.

@@ -360,7 +360,7 @@ class CommPlan:
         predivide: divide gradients by this number before they are summed over ranks, and by ``ranks / predivide``
             afterwards.
         compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks of one model are sent
-            in 8 bits (:mod:`shardwise.core.comm.block_formats`). Masters are kept separately and never rounded.
+            in 8 bits. Masters are kept separately and never rounded.
         compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"`` for trained parameters only (qwZ of ZeRO++); ``None``: as
             for ``compress``.
         compress_gradients: the format for gradients (qgZ), which are rounded once and summed in fp32.

@@ -20,7 +20,7 @@ _ADVICE = {
 
 
 class DiskError(RuntimeError):
-    """An operation of the disk tier failed. What was committed before is intact.
+    """An operation of NVMe offload failed. What was stored before is intact.
 
     Attributes:
         errno: the system's error number; 0 without one (a wrong checksum, a short file).

@@ -22,7 +22,9 @@ class Attention:
     Paths are names of submodules, relative to the module of the rule. An empty path means that the module has none.
 
     Attributes:
-        query, key, value: linear layers that project to queries, keys and values.
+        query: the linear layer that projects to queries.
+        key: the linear layer that projects to keys.
+        value: the linear layer that projects to values.
         fused: one layer that projects to queries, keys and values, or, together with ``query``, to keys and values.
         layout: order of the outputs of ``fused``: all queries, all keys, all values (``"blocks"``), or the queries, key
             and value of each key/value head (``"groups"``).
