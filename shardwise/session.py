@@ -176,6 +176,10 @@ class Session:
         Raises:
             RuntimeError: there are gradients that no step has used, updates run during backward, or the session is
                 closed.
+
+        Examples:
+            >>> session.offload_states()
+            >>> session.reload_states()
         """
         self._engine.guards.check_open("offload_states()")
         if self.has_gradients or self.plan.grad.update == "backward":
@@ -318,6 +322,10 @@ class Session:
 
         Raises:
             NotImplementedError: the model has pipeline stages.
+
+        Examples:
+            >>> session.unshard()
+            >>> names = list(model.state_dict())
         """
         if self._engine.guards.unsharded:
             return
@@ -369,6 +377,9 @@ class Session:
 
         Returns:
             The text of the table, for ``print``.
+
+        Examples:
+            >>> text = session.describe()
         """
         return describe(self._engine.shards.storage.placement, self._engine.shards.layout)
 
@@ -378,6 +389,12 @@ class Session:
         Returns:
             Bytes by operation, such as ``"all_gather"`` and ``"reduce_scatter"``. ``"disk_read"`` and ``"disk_write"``
             are the bytes that were transferred to and from a disk, where each record is rounded up to 4096 bytes.
+
+        Examples:
+            >>> session.reset_traffic()
+            >>> session.backward(session.module(inputs).square().mean())
+            >>> session.optimizer.step()
+            >>> sent = session.traffic()
         """
         store = self._shards.storage.store
         read, written = (0, 0) if store is None else (store.bytes_read, store.bytes_written)

@@ -173,6 +173,11 @@ def no_shard_zero_context(is_replicated: bool = True) -> Iterator[None]:
 
     Raises:
         NotImplementedError: ``is_replicated=False``, values that differ between ranks (experts).
+
+    Examples:
+        >>> from shardwise.zero import no_shard_zero_context
+        >>> with no_shard_zero_context():
+        ...     router = torch.nn.Linear(8, 2)
     """
     if not is_replicated:
         raise NotImplementedError(f"is_replicated={is_replicated} is not available: all ranks hold the same values")

@@ -132,6 +132,10 @@ class ShardedModule(TransparentModule):
 
         Raises:
             ValueError: the plan reduces in every pass (stages 2 and 3), or updates during backward.
+
+        Examples:
+            >>> with session.module.no_sync():
+            ...     session.backward(session.module(inputs).square().mean())
         """
         return self.sharded_values.grads.no_sync()
 

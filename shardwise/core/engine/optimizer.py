@@ -488,6 +488,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: ``norm_type`` is not the one that the plan has steps compute.
+
+        Examples:
+            >>> session.backward(session.module(inputs).square().mean())
+            >>> norm = session.optimizer.get_grad_norm()
         """
         of_steps = self._shards.plan.grad.norm_type
         if norm_type not in (None, of_steps):

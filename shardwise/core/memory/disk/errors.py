@@ -24,6 +24,12 @@ class DiskError(RuntimeError):
 
     Attributes:
         errno: the system's error number; 0 without one (a wrong checksum, a short file).
+
+    Examples:
+        >>> try:
+        ...     session.optimizer.step()
+        ... except shardwise.DiskError as error:
+        ...     print(f"error {error.errno} of the disk")
     """
 
     def __init__(self, message: str, errno: int = 0) -> None:
