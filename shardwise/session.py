@@ -178,7 +178,7 @@ class Session:
                 closed.
 
         Examples:
-            >>> session.offload_states()
+            >>> moved_bytes = session.offload_states()
             >>> session.reload_states()
         """
         self._engine.guards.check_open("offload_states()")
@@ -361,8 +361,7 @@ class Session:
 
         Examples:
             >>> report = session.memory()
-            >>> report.by_tier["device"]["parameters"]
-            72
+            >>> parameter_bytes = report.by_tier["device"]["parameters"]
             >>> report.total_bytes == report.tier_bytes("device")
             True
         """

@@ -105,6 +105,7 @@ class Docstrings(griffe.Extension):
     """Changes docstrings once all of them are known, and names Lightning's classes as they are imported."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+        registry = importlib.import_module("shardwise.strategies.strategy_registry")
         for name, (body, _base) in importlib.import_module(
             "shardwise.strategies.strategy_registry"
         )._OF_TRAINER.items():

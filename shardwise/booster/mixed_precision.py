@@ -229,7 +229,7 @@ def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
     """Return the mixed precision of that name: ``"fp16"`` or ``"bf16"``.
 
     Args:
-        mixed_precision_type: the name.
+        mixed_precision_type: ``"fp16"`` or ``"bf16"``.
 
     Raises:
         NotImplementedError: ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``; the message says what to use.

@@ -75,7 +75,7 @@ def initialize(
         config: a dict, which is not changed, or the path of a JSON or Hjson file; ``config_params`` is its older name.
         mesh_param: ``(data-parallel size, sequence-parallel size)``, as the configuration's ``data_parallel_size`` and
             ``sequence_parallel_size``.
-        config_params: see ``config``.
+        config_params: DeepSpeed's older name of ``config``.
 
     Returns:
         ``(engine, optimizer, data loader or None, scheduler or None)``.

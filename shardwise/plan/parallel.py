@@ -29,7 +29,7 @@ class TensorPlan:
 
     Examples:
         >>> from shardwise.plan import zero
-        >>> plan = zero(1).but(tp=2, parallel_output=False)
+        >>> plan = zero(1).but(tp=2, vocabulary_multiple=128)
     """
 
     parallel_output: bool = True

@@ -141,7 +141,7 @@ class MeshPlan:
             Index and number, for ``DistributedSampler(rank=..., num_replicas=...)``.
 
         Raises:
-            ValueError: see :meth:`resolve`.
+            ValueError: the sizes do not multiply to ``world_size``.
         """
         sizes = self.resolve(world_size)
         number = sizes.dp_shard * sizes.dp_replicate // self.sp
@@ -707,7 +707,7 @@ def replicated(param_dtype: torch.dtype | None = None) -> Plan:
     """Return the plan of plain data parallelism (DDP): every rank has all parameters, gradients and state.
 
     Args:
-        param_dtype: as for :func:`zero`.
+        param_dtype: dtype of parameters and inputs, such as ``torch.bfloat16``; ``None`` does not cast.
 
     Examples:
         >>> from shardwise.plan import replicated

@@ -27,7 +27,7 @@ class DiskPlan:
 
     Examples:
         >>> from shardwise.plan import DiskPlan, zero
-        >>> plan = zero(3).but(state_disk_fraction=1.0, disk=DiskPlan("/tmp", threads=4))
+        >>> plan = zero(3).but(state_disk_fraction=1.0, disk=DiskPlan(directory="/tmp", threads=4))
     """
 
     directory: str

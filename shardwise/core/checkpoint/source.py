@@ -27,7 +27,7 @@ class CheckpointError(RuntimeError):
 
     Examples:
         >>> try:
-        ...     session.checkpoints.load("checkpoints")
+        ...     restored = session.checkpoints.load("checkpoints")
         ... except shardwise.CheckpointError as error:
         ...     print(f"cannot resume: {error}")
     """
@@ -80,6 +80,7 @@ class CheckpointSource(Protocol):
     ``i``. A tied parameter has its first name.
 
     Examples:
+        >>> path = session.checkpoints.save("checkpoints")
         >>> with shardwise.open_checkpoint("checkpoints") as source:
         ...     for name, info in source.tensors().items():
         ...         values = source.read(name, 0, info.numel).reshape(info.shape)
@@ -117,6 +118,7 @@ class OpenSource(CheckpointSource, Protocol):
     """A :class:`CheckpointSource` that the end of a ``with`` block closes: the result of :func:`open_checkpoint`.
 
     Examples:
+        >>> path = session.checkpoints.save("checkpoints")
         >>> with shardwise.open_checkpoint("checkpoints") as source:
         ...     weight = source.read("model/weight", 0, 8)
     """

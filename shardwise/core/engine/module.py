@@ -134,6 +134,7 @@ class ShardedModule(TransparentModule):
             ValueError: the plan reduces in every pass (stages 2 and 3), or updates during backward.
 
         Examples:
+            >>> session = shardwise.shard(model, optimizer, stage=1)
             >>> with session.module.no_sync():
             ...     session.backward(session.module(inputs).square().mean())
         """

@@ -126,7 +126,7 @@ def write_peft(
         >>> layers = torch.nn.Sequential(torch.nn.Linear(8, 4))
         >>> adapted = get_peft_model(layers, LoraConfig(r=2, target_modules=["0"]))
         >>> session = shardwise.shard(adapted, torch.optim.AdamW(adapted.parameters()))
-        >>> session.checkpoints.save("lora")
+        >>> path = session.checkpoints.save("lora")
         >>> with shardwise.open_checkpoint("lora") as source:
         ...     files = shardwise.write_peft(source, "adapter")
     """

@@ -419,8 +419,8 @@ def tiers_text(
     """Return a bar for each tier as text. A ``|`` marks the end of a capacity.
 
     Args:
-        by_tier: as for :func:`draw_tiers`.
-        capacities: as for :func:`draw_tiers`.
+        by_tier: tier (``device``, ``host``, ``disk``) to bytes by kind, as of :class:`MemoryReport`.
+        capacities: capacities of the tiers in bytes; a tier that is missing or None has no known limit.
         width: characters in a line.
 
     Examples:
