@@ -102,16 +102,14 @@ def _composed(path: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Changes docstrings once all of them are known, and names Lightning's classes as they are imported."""
+    """Changes docstrings once all of them are known, and gives classes the names by which users import them."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         registry = importlib.import_module("shardwise.strategies.strategy_registry")
-        for name, (body, _base) in importlib.import_module(
-            "shardwise.strategies.strategy_registry"
-        )._OF_TRAINER.items():
+        for name, (body, _base) in registry._OF_TRAINER.items():
             pkg["lightning"].set_member(name, griffe.Alias(name, f"{body.__module__}.{body.__name__}"))
-        for name in (package := importlib.import_module("shardwise.huggingface")).__all__:
-            pkg["huggingface"].set_member(name, griffe.Alias(name, f"{package.__name__}.{package._WHERE[name]}.{name}"))
+        for name, module in importlib.import_module("shardwise.huggingface")._WHERE.items():
+            pkg["huggingface"].set_member(name, griffe.Alias(name, f"{pkg.path}.huggingface.{module}.{name}"))
 
     def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **_: Any) -> None:
         if obj.docstring is None:

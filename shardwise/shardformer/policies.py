@@ -51,7 +51,7 @@ class ModulePolicyDescription:
     Attributes:
         attribute_replacement: attributes with other values in sharded modules, by dotted name.
         param_replacement: an error: parameters stay the model's own; shard layers with ``sub_module_replacement``.
-        sub_module_replacement: sharded layers.
+        sub_module_replacement: the layers that are sharded, and how.
         method_replacement: functions that replace methods, by name.
 
     Examples:

@@ -158,7 +158,8 @@ class ShardedPrecision(CastingPrecision):
     Examples:
         >>> import lightning.pytorch as pl
         >>> from shardwise.lightning import DeepSpeedStrategy, ShardedPrecision
-        >>> trainer = pl.Trainer(strategy=DeepSpeedStrategy(stage=3), plugins=[ShardedPrecision("bf16-mixed")])
+        >>> precision = ShardedPrecision("bf16-mixed")
+        >>> trainer = pl.Trainer(strategy=DeepSpeedStrategy(stage=3), plugins=[precision], devices=2)
     """
 
     def __init__(self, precision: Any = "32-true") -> None:

@@ -55,7 +55,7 @@ class ZeroInitContext:
     Args:
         target_device: device of parameters between uses, as a device, a name or the number of a GPU. The CPU in a run
             on GPUs means host memory.
-        shard_strategy: as for the model.
+        shard_strategy: a ``TensorShardStrategy()`` or ``BucketTensorShardStrategy()``, the one of the model.
         shard_param: parameters are sharded over the ranks between uses, and have no memory until the model is sharded;
             False: every rank keeps full parameters (ZeRO-2).
         rm_torch_payload_on_the_fly: parameters that are not sharded have no memory until then either. Values that

@@ -98,8 +98,8 @@ class CheckpointSource(Protocol):
 
         Args:
             name: a name of :meth:`tensors`.
-            start: the first element.
-            numel: number of elements.
+            start: index of the first element in the flattened tensor.
+            numel: number of elements to read.
 
         Raises:
             KeyError: there is no such tensor.
@@ -133,7 +133,7 @@ class CheckpointDamage(CheckpointError):
     It is a :class:`CheckpointError`.
 
     Args:
-        problem: the damage.
+        problem: what is missing or changed, and where.
         advice: what to do, for the end of the message.
     """
 
