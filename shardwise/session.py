@@ -88,6 +88,13 @@ class Session:
             write files, which can be loaded with any number of ranks, parallelism, stage, packing, tier and precision.
         data_rank (int): index of this rank's data.
         data_ranks (int): number of ranks with different data.
+
+    Examples:
+        >>> session = shardwise.shard(model, optimizer, stage=3)
+        >>> loss = criterion(session.module(inputs), targets)
+        >>> session.backward(loss)
+        >>> session.optimizer.step()
+        >>> session.optimizer.zero_grad()
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:

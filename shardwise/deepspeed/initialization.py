@@ -227,6 +227,12 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
     Returns:
         The parser.
+
+    Examples:
+        >>> import argparse
+        >>> import shardwise.deepspeed as deepspeed
+        >>> parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+        >>> arguments = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
     """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="use the configuration")

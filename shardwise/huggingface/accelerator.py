@@ -613,6 +613,11 @@ def prepare(
         scheduler: a scheduler of the optimizer.
         plan: a :class:`Plan`, such as ``zero(3)`` of ``shardwise.plan``.
         options: arguments of :class:`ShardwiseAccelerator`.
+
+    Examples:
+        >>> from shardwise.huggingface import prepare
+        >>> from shardwise.plan import zero
+        >>> accelerator, model, optimizer, *_ = prepare(model, optimizer, plan=zero(3), cpu=True)
     """
     accelerator = ShardwiseAccelerator(plan=plan, **options)
     objects = [each for each in (model, optimizer, dataloader, scheduler) if each is not None]

@@ -29,6 +29,10 @@ class GradientCheckpointConfig:
 
     Attributes:
         gradient_checkpointing_ratio: the fraction, in [0, 1].
+
+    Examples:
+        >>> from shardwise.shardformer import GradientCheckpointConfig
+        >>> half = GradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
     """
 
     gradient_checkpointing_ratio: float = 0.0
@@ -50,6 +54,10 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
     Attributes:
         num_ckpt_layers_per_stage: by stage (without a pipeline: one number); replaces the ratio. With several stages
             per rank, stage ``s`` is on rank ``s % pp_size``.
+
+    Examples:
+        >>> from shardwise.shardformer import PipelineGradientCheckpointConfig
+        >>> config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[4, 2])
     """
 
     num_ckpt_layers_per_stage: list[int] | None = None

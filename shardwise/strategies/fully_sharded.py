@@ -57,6 +57,11 @@ def enable_wrap(auto_wrap_policy: Callable[..., bool] | None = None, **wrapper_k
         auto_wrap_policy: default policy of :func:`auto_wrap`.
         wrapper_kwargs: arguments of FairScale (``wrapper_cls`` and its arguments). They have no effect, because the
             strategy defines how a unit is sharded; all but ``wrapper_cls`` cause a warning.
+
+    Examples:
+        >>> from shardwise.lightning import enable_wrap, wrap
+        >>> with enable_wrap():
+        ...     block = wrap(torch.nn.Linear(8, 4))
     """
     _warn_of(wrapper_kwargs, "enable_wrap")
     token = _ENABLED.set((auto_wrap_policy,))
@@ -86,6 +91,12 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = 
         module: any module.
         auto_wrap_policy: ``f(module, recurse, unwrapped_params, ...) -> bool``; by default that of the context.
         kwargs: see :func:`wrap`.
+
+    Examples:
+        >>> from functools import partial
+        >>> from shardwise.lightning import auto_wrap, default_auto_wrap_policy, enable_wrap
+        >>> with enable_wrap(partial(default_auto_wrap_policy, min_num_params=1000)):
+        ...     model = auto_wrap(torch.nn.Sequential(torch.nn.Linear(64, 64)))
     """
     _warn_of(kwargs, "auto_wrap")
     for policy in _ENABLED.get():

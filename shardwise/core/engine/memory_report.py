@@ -40,6 +40,10 @@ class MemoryReport:
         by_tier: bytes of model data by tier (``"device"``, ``"host"``, ``"disk"``) and kind, without zeros.
         device_peak_bytes: peak of device memory; 0 without a limit of device memory.
         device_capacity_bytes: the limit of device memory; ``None`` if there is no limit.
+
+    Examples:
+        >>> report = session.memory()
+        >>> state_bytes = report.master_bytes + report.optimizer_bytes
     """
 
     parameters_bytes: int

@@ -36,6 +36,10 @@ class ShardedModule(TransparentModule):
 
     Attributes:
         sharded_values, sharded_hooks, sharded_memory: the arguments, under names that shadow none of the module.
+
+    Examples:
+        >>> outputs = session.module(inputs)
+        >>> state = session.module.state_dict()
     """
 
     sharded_values: ParameterValues

@@ -52,6 +52,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         updates: applies the gradients, tile by tile.
         full_state: converts between the full state and this rank's shards of it.
         steps_ended: number of steps that updated, or that were skipped because of an overflow.
+
+    Examples:
+        >>> session.optimizer.backward(session.module(inputs).square().mean())
+        >>> norm = session.optimizer.clip_grad_by_norm(1.0)
+        >>> session.optimizer.step()
     """
 
     def __init__(
