@@ -128,7 +128,7 @@ class Booster:
         Args:
             model: a plain module, which is sharded in place.
             optimizer: an optimizer of its parameters.
-            criterion: the loss function; ``None``: there is none.
+            criterion: the loss function, if there is one.
             dataloader: the data loader, of ``plugin.prepare_dataloader``.
             lr_scheduler: a scheduler of the optimizer.
 
