@@ -13,38 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.core.base.sizes import parse_size, size_text
-    from shardwise.core.checkpoint import Checkpointer, CheckpointError
-    from shardwise.core.checkpoint.formats import (
-        open_checkpoint,
-        register_format,
-        write_checkpoint,
-        write_dcp,
-        write_huggingface,
-        write_peft,
-        write_single,
-    )
+    from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, CheckpointSource, OpenSource
+    from shardwise.core.checkpoint.formats import Format, RefusedPickle, open_checkpoint, write_checkpoint, write_dcp
+
+    # isort: split
+    from shardwise.core.checkpoint.formats import register_format, write_huggingface, write_peft, write_single
+    from shardwise.core.comm import PeerError
     from shardwise.core.deferred import deferred_init
     from shardwise.core.engine.memory_report import MemoryReport
     from shardwise.core.engine.module import ShardedModule
     from shardwise.core.engine.optimizer import ShardedOptimizer
-    from shardwise.core.memory.disk import Medium, register_medium
+    from shardwise.core.memory.disk import DiskError, Medium, register_medium
     from shardwise.core.memory.ledger import DeviceMemoryError
     from shardwise.core.memory.trace import MemStats, draw, draw_tiers, dump_memory_stats, tiers_text, timeline_text
     from shardwise.core.memory.trace.standalone import trace_memory
-    from shardwise.core.mesh import init_distributed, shutdown
+    from shardwise.core.mesh import Mesh, init_distributed, shutdown
     from shardwise.core.parallel.float8 import convert_to_float8_training
     from shardwise.core.parallel.pipeline.staging import Body, known_bodies, register_body
     from shardwise.core.parallel.sequence import SequenceBody, known_sequences, register_sequence
-    from shardwise.core.parallel.tensor import (
-        Architecture,
-        Attention,
-        Embedding,
-        Head,
-        Mlp,
-        known_architectures,
-        propose_architecture,
-        register_architecture,
-    )
+    from shardwise.core.parallel.tensor import Architecture, Attention, Embedding, Head, Mlp
+
+    # isort: split
+    from shardwise.core.parallel.tensor import known_architectures, propose_architecture, register_architecture
     from shardwise.plan import Plan
     from shardwise.session import Session, Settings, build, shard
 
@@ -52,16 +42,24 @@ __all__ = [
     "Architecture",
     "Attention",
     "Body",
+    "CheckpointDamage",
     "CheckpointError",
+    "CheckpointSource",
     "Checkpointer",
     "DeviceMemoryError",
+    "DiskError",
     "Embedding",
+    "Format",
     "Head",
     "Medium",
     "MemStats",
     "MemoryReport",
+    "Mesh",
     "Mlp",
+    "OpenSource",
+    "PeerError",
     "Plan",
+    "RefusedPickle",
     "SequenceBody",
     "Session",
     "Settings",
@@ -107,11 +105,13 @@ if sys.platform == "win32":
 _NAMES = {
     "session": "Session Settings build shard",
     "plan": "Plan",
-    "core.mesh": "init_distributed shutdown",
+    "core.mesh": "Mesh init_distributed shutdown",
+    "core.comm": "PeerError",
     "core.deferred": "deferred_init",
-    "core.checkpoint": "CheckpointError Checkpointer",
+    "core.checkpoint": "CheckpointDamage CheckpointError CheckpointSource Checkpointer OpenSource",
     "core.checkpoint.formats": (
-        "open_checkpoint register_format write_checkpoint write_dcp write_huggingface write_peft write_single"
+        "Format RefusedPickle open_checkpoint register_format "
+        "write_checkpoint write_dcp write_huggingface write_peft write_single"
     ),
     "core.parallel.tensor": (
         "Architecture Attention Embedding Head Mlp known_architectures propose_architecture register_architecture"
@@ -122,7 +122,7 @@ _NAMES = {
     "core.engine.memory_report": "MemoryReport",
     "core.engine.module": "ShardedModule",
     "core.engine.optimizer": "ShardedOptimizer",
-    "core.memory.disk": "Medium register_medium",
+    "core.memory.disk": "DiskError Medium register_medium",
     "core.memory.ledger": "DeviceMemoryError",
     "core.memory.trace": "MemStats draw draw_tiers dump_memory_stats tiers_text timeline_text",
     "core.memory.trace.standalone": "trace_memory",

@@ -153,6 +153,10 @@ def require_package(package: str, name: str) -> None:
     Args:
         package: name of the package for ``import``.
         name: what needs it, for the message.
+
+    Examples:
+        >>> from shardwise.metrics import require_package
+        >>> require_package("json", "my writer")
     """
     if find_spec(package) is None:
         raise ModuleNotFoundError(

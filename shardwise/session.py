@@ -88,6 +88,13 @@ class Session:
             write files, which can be loaded with any number of ranks, parallelism, stage, packing, tier and precision.
         data_rank (int): index of this rank's data.
         data_ranks (int): number of ranks with different data.
+
+    Examples:
+        >>> session = shardwise.shard(model, optimizer, stage=3)
+        >>> loss = criterion(session.module(inputs), targets)
+        >>> session.backward(loss)
+        >>> session.optimizer.step()
+        >>> session.optimizer.zero_grad()
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -176,6 +183,10 @@ class Session:
         Raises:
             RuntimeError: there are gradients that no step has used, updates run during backward, or the session is
                 closed.
+
+        Examples:
+            >>> moved_bytes = session.offload_states()
+            >>> session.reload_states()
         """
         self._engine.guards.check_open("offload_states()")
         if self.has_gradients or self.plan.grad.update == "backward":
@@ -318,6 +329,10 @@ class Session:
 
         Raises:
             NotImplementedError: the model has pipeline stages.
+
+        Examples:
+            >>> session.unshard()
+            >>> names = list(model.state_dict())
         """
         if self._engine.guards.unsharded:
             return
@@ -353,8 +368,7 @@ class Session:
 
         Examples:
             >>> report = session.memory()
-            >>> report.by_tier["device"]["parameters"]
-            72
+            >>> parameter_bytes = report.by_tier["device"]["parameters"]
             >>> report.total_bytes == report.tier_bytes("device")
             True
         """
@@ -369,6 +383,9 @@ class Session:
 
         Returns:
             The text of the table, for ``print``.
+
+        Examples:
+            >>> text = session.describe()
         """
         return describe(self._engine.shards.storage.placement, self._engine.shards.layout)
 
@@ -378,6 +395,12 @@ class Session:
         Returns:
             Bytes by operation, such as ``"all_gather"`` and ``"reduce_scatter"``. ``"disk_read"`` and ``"disk_write"``
             are the bytes that were transferred to and from a disk, where each record is rounded up to 4096 bytes.
+
+        Examples:
+            >>> session.reset_traffic()
+            >>> session.backward(session.module(inputs).square().mean())
+            >>> session.optimizer.step()
+            >>> sent = session.traffic()
         """
         store = self._shards.storage.store
         read, written = (0, 0) if store is None else (store.bytes_read, store.bytes_written)

@@ -37,6 +37,11 @@ WITH_ATTRIBUTES = {
 }
 """Those of them whose attributes users read."""
 
+HIDDEN = {
+    "shardwise.session.build": "names",
+    "shardwise.huggingface.trainer.ShardwiseTrainer.save_model": "_internal_call",
+}
+"""Arguments that only other libraries and integrations pass."""
 COMPOSED = ("shardwise.booster.plugin.", "shardwise.strategies.")
 """Where classes get texts of their arguments when they are made (shardwise/compat/arguments.py)."""
 ARGS, SECTION = (
@@ -79,6 +84,11 @@ def apart(text: str) -> str:
     return entry.sub(lambda found: "\n".join(f"{found[1]}{name}: {found[3]}" for name in found[2].split(", ")), text)
 
 
+def _value(constant: griffe.Object | griffe.Alias) -> Any:
+    """The value of a constant, also of one that is imported."""
+    return (constant.final_target if isinstance(constant, griffe.Alias) else constant).value
+
+
 def _composed(path: str) -> str:
     """The docstring that a class has at run time, with the arguments of the dataclass that it inherits."""
     module, _, name = path.rpartition(".")
@@ -92,7 +102,14 @@ def _composed(path: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Changes docstrings once all of them are known."""
+    """Changes docstrings once all of them are known, and gives classes the names by which users import them."""
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+        registry = importlib.import_module("shardwise.strategies.strategy_registry")
+        for name, (body, _base) in registry._OF_TRAINER.items():
+            pkg["lightning"].set_member(name, griffe.Alias(name, f"{body.__module__}.{body.__name__}"))
+        for name, module in importlib.import_module("shardwise.huggingface")._WHERE.items():
+            pkg["huggingface"].set_member(name, griffe.Alias(name, f"{pkg.path}.huggingface.{module}.{name}"))
 
     def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **_: Any) -> None:
         if obj.docstring is None:
@@ -101,8 +118,16 @@ class Docstrings(griffe.Extension):
         if obj.path in MADE_BY_SESSIONS:
             obj.members.pop("__init__", None)
             text = (ARGS if obj.path in WITH_ATTRIBUTES else SECTION).sub("", text)
+        if obj.path in HIDDEN:
+            del obj.parameters[HIDDEN[obj.path]]
+            text = re.sub(rf"(?m)^ +{HIDDEN[obj.path]}: .*\n", "", text)
+        if obj.is_class and "dataclass" in obj.labels and any(each.value for each in obj.attributes.values()):
+            text = text.replace("Attributes:\n", "Args:\n", 1)  # the section that shows defaults
         if obj.is_function:
             for each in obj.parameters:
+                constant = str(each.default) if str(each.default).isupper() else ""
+                if constant in obj.module.members:
+                    each.default = _value(obj.module[constant])
                 if each.kind is griffe.ParameterKind.var_keyword:
                     each.annotation = None  # such as Unpack[ShardArguments], with {} as the default
         if obj.is_class and obj.path.startswith(COMPOSED):

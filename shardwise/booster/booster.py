@@ -35,9 +35,13 @@ from shardwise.core.parallel.pipeline.batch import merged
 class SaveOptions(TypedDict, total=False):
     """Keyword arguments of :meth:`Booster.save_checkpoint`.
 
-    ``tag`` (default ``step-<step>``), ``step`` (default: updates so far), ``data_position`` (this rank's position in
-    its data) and ``user_state`` (rank 0's): numbers, strings, tensors and containers of them; ``keep``: number of
-    complete checkpoints to keep; ``use_async``.
+    Attributes:
+        tag: name of the checkpoint below the directory; by default ``step-<step>``.
+        step: number of the step; by default the updates so far.
+        data_position: this rank's position in its data: numbers, strings, tensors and containers of them.
+        user_state: further values of the same kinds, those of rank 0.
+        keep: number of complete checkpoints to keep; by default all.
+        use_async: write in the background; :meth:`Booster.wait` waits for it.
     """
 
     tag: str
@@ -124,7 +128,7 @@ class Booster:
         Args:
             model: a plain module, which is sharded in place.
             optimizer: an optimizer of its parameters.
-            criterion: the loss function.
+            criterion: the loss function, if there is one.
             dataloader: the data loader, of ``plugin.prepare_dataloader``.
             lr_scheduler: a scheduler of the optimizer.
 
@@ -331,7 +335,7 @@ class Booster:
                 safetensors; with ``shard`` a directory that ``from_pretrained`` loads. Either is replaced in one step,
                 so after a failure the earlier one is unchanged.
             shard: several files with an index.
-            gather_dtensor: must be True.
+            gather_dtensor: must be True: the full model is written.
             prefix: prefix of every name; with ``shard`` part of the files' names, like Hugging Face's ``variant``.
             size_per_shard: largest size of a shard in MB of 2**20 bytes; only a shard of a single tensor may be larger.
             use_safetensors: format of shards: False writes ColossalAI's torch files (``pytorch_model-00001.bin``), True
@@ -371,7 +375,9 @@ class Booster:
                 Different shapes are always errors.
             low_cpu_mem_mode: no effect (False warns): each rank reads only what it needs, directly into its shards.
             num_threads: no effect; another number than 1 warns.
-            rename, rows: names and numbers of rows that differ; see :meth:`Checkpointer.load`.
+            rename: names in the checkpoint, or regular expressions, with the names in the model.
+            rows: parameters that may have another number of rows, with values of new rows: ``"keep"``, ``"zero"`` or
+                ``"mean"``; see :meth:`Checkpointer.load`.
 
         Returns:
             ``model``.
@@ -402,10 +408,10 @@ class Booster:
             checkpoint: a file, of torch (a ``state_dict()``) if it ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``,
                 otherwise of safetensors; with ``shard`` a directory in ColossalAI's layout (torch files).
             shard: several files with an index; names of parameters and loss scale are in the index.
-            gather_dtensor: must be True.
+            gather_dtensor: must be True: the full model is written.
             prefix: part of the files' names, with ``shard`` only.
             size_per_shard: largest size of a shard in MB of 2**20 bytes.
-            use_async: as in :meth:`save_model`.
+            use_async: write in the background, as in :meth:`save_model`.
 
         Raises:
             NotImplementedError: ``gather_dtensor=False``.
@@ -439,7 +445,8 @@ class Booster:
             num_threads: no effect; another number than 1 warns.
             strict: other groups, and the state of another class, are errors. False loads by name what fits, resets
                 other state, and warns on rank 0; without names the groups must be equal.
-            rename, rows: as in :meth:`load_model`; new rows have a state of zero.
+            rename: names in the checkpoint, or regular expressions, with the names in the model.
+            rows: parameters that may have another number of rows, as in :meth:`load_model`; the state of new rows is 0.
 
         Returns:
             ``optimizer``.
@@ -509,7 +516,8 @@ class Booster:
             model: the boosted model.
             optimizer: the optimizer boosted with it. Its state is saved in any case.
             lr_scheduler: one scheduler, or a list of schedulers.
-            options: see :class:`SaveOptions`.
+            options: ``tag``, ``step``, ``data_position``, ``user_state``, ``keep`` and ``use_async``, see
+                :class:`SaveOptions`.
 
         Returns:
             The checkpoint's path.
@@ -548,7 +556,7 @@ class Booster:
             resume: ``"auto"``: load the newest complete checkpoint and report damaged ones, or return ``None`` if no
                 checkpoint exists, so that the same command starts and resumes a run.
             strict: missing or unexpected names are errors. Different shapes are always errors.
-            fit: see :class:`FitOptions`.
+            fit: ``rename`` and ``rows``, see :class:`FitOptions`.
 
         Returns:
             The position in training: step, user state and this rank's data position.

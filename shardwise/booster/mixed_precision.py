@@ -178,7 +178,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
 
 class FP16TorchMixedPrecision(AutocastPrecision):
-    """fp16 autocast and ``torch.amp.GradScaler``. Source: torch.amp; Micikevicius et al., arXiv 1710.03740.
+    """fp16 autocast and ``torch.amp.GradScaler``.
 
     Args:
         init_scale: the first loss scale.
@@ -229,7 +229,7 @@ def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
     """Return the mixed precision of that name: ``"fp16"`` or ``"bf16"``.
 
     Args:
-        mixed_precision_type: the name.
+        mixed_precision_type: ``"fp16"`` or ``"bf16"``.
 
     Raises:
         NotImplementedError: ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``; the message says what to use.

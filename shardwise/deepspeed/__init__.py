@@ -8,12 +8,13 @@ from __future__ import annotations
 from shardwise.compat import alias_table, install_aliases
 from shardwise.deepspeed import checkpointing, zero
 from shardwise.deepspeed.collectives import init_distributed
-from shardwise.deepspeed.config import Report
+from shardwise.deepspeed.config import AssertedError, Report
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.initialization import add_config_arguments, initialize
 from shardwise.deepspeed.plan import to_plan
 
 __all__ = [
+    "AssertedError",
     "DeepSpeedEngine",
     "Report",
     "__version__",

@@ -415,4 +415,4 @@ def batch_of(settings: Settings, ranks: int) -> Batch | None:
 
 
 class AssertedError(ValueError, AssertionError):
-    """An error that is an AssertionError in DeepSpeed; programs catch it as such."""
+    """An invalid argument or call that is an ``AssertionError`` in DeepSpeed; programs may catch it as such."""

@@ -303,10 +303,10 @@ class DeepSpeedEngine(ModeOfModule):
             dataset: a dataset. An iterable dataset must divide its samples over the ranks itself.
             batch_size: samples per rank; by default the micro-batch.
             route: ``"train"`` shuffles; ``loader.sampler.set_epoch(epoch)`` gives another order.
-            pin_memory: see ``DataLoader``.
+            pin_memory: copy batches to pinned host memory, as ``DataLoader`` does.
             data_sampler: instead of ``DistributedSampler``.
             collate_fn: the collate function; by default the argument of ``initialize``.
-            num_local_io_workers: worker processes.
+            num_local_io_workers: worker processes of the ``DataLoader``; ``None``: none.
         """
         for name, value in (("batch_size", batch_size), ("num_local_io_workers", num_local_io_workers)):
             if value is not None:
@@ -385,9 +385,9 @@ class DeepSpeedEngine(ModeOfModule):
             load_module_strict: missing or unexpected names, other param groups, and another class of optimizer or
                 schedule are errors. False loads what fits by name, with one warning; shapes always have to fit.
             load_optimizer_states: load optimizer state and the loss scale.
-            load_lr_scheduler_states: load the schedule.
+            load_lr_scheduler_states: load the state of the learning-rate scheduler.
             load_module_only: load parameters and buffers only.
-            custom_load_fn: not available.
+            custom_load_fn: must be ``None``.
 
         Returns:
             The checkpoint's path and its client state; ``(None, None)``, with a warning, if there is no checkpoint.
@@ -396,7 +396,7 @@ class DeepSpeedEngine(ModeOfModule):
             CheckpointDamage: a file is incomplete or damaged.
             CheckpointError: model-parallel ranks do not have the same checkpoint.
             ValueError: names or shapes do not fit; the model is unchanged.
-            NotImplementedError: ``custom_load_fn``.
+            NotImplementedError: ``custom_load_fn`` is given.
         """
         if custom_load_fn is not None:
             raise NotImplementedError(f"custom_load_fn={custom_load_fn!r} is not available; use engine.module")
@@ -542,7 +542,7 @@ class DeepSpeedEngine(ModeOfModule):
 
         Raises:
             RuntimeError: there is no optimizer; a gradient was not finite at the lowest loss scale.
-            AssertedError: inside of :meth:`no_sync`.
+            AssertedError: called inside of :meth:`no_sync`.
         """
         optimizer = self._required("step")
         self._apart.check_step()

@@ -75,7 +75,7 @@ def initialize(
         config: a dict, which is not changed, or the path of a JSON or Hjson file; ``config_params`` is its older name.
         mesh_param: ``(data-parallel size, sequence-parallel size)``, as the configuration's ``data_parallel_size`` and
             ``sequence_parallel_size``.
-        config_params: see ``config``.
+        config_params: DeepSpeed's older name of ``config``.
 
     Returns:
         ``(engine, optimizer, data loader or None, scheduler or None)``.
@@ -227,6 +227,12 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
     Returns:
         The parser.
+
+    Examples:
+        >>> import argparse
+        >>> import shardwise.deepspeed as deepspeed
+        >>> parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+        >>> arguments = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
     """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="use the configuration")

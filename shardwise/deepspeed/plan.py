@@ -54,9 +54,11 @@ def to_plan(config: Source, world_size: int, *, numels: Sequence[int] | None = N
         The plan, and the report.
 
     Raises:
-        ValueError, NotImplementedError, TypeError, FileNotFoundError: an invalid
-            configuration; also batch sizes or shard sizes that do not fit ``world_size``. ``initialize`` creates and
-            checks the optimizer and the scheduler.
+        ValueError: a value is out of range, or batch sizes or shard sizes do not fit ``world_size``. ``initialize``
+            creates and checks the optimizer and the scheduler.
+        NotImplementedError: a setting is not supported; the message names it.
+        TypeError: a value, or the configuration itself, has the wrong type.
+        FileNotFoundError: the file of the configuration does not exist.
 
     Examples:
         >>> from shardwise.deepspeed import to_plan

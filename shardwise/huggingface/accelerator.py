@@ -440,8 +440,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Args:
             model: a prepared model.
-            args: further arguments of accelerate.
-            kwargs: further arguments of accelerate.
+            args: arguments of ``Accelerator.unwrap_model``, for models that are not sharded.
+            kwargs: the same by name, such as ``keep_fp32_wrapper``.
         """
         if isinstance(model, ShardedModule):
             model = model.unwrap()
@@ -498,7 +498,9 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             The directory.
 
         Raises:
-            CheckpointError, ValueError, FileNotFoundError: a hook failed on a rank (raised on every rank).
+            CheckpointError: a checkpoint cannot be written, or a hook failed; every rank raises it.
+            ValueError: the same, if the hooks that failed raised ValueError.
+            FileNotFoundError: the same, if they raised FileNotFoundError.
         """
         prepared = self._prepared()
         self._warn_unprepared(prepared)
@@ -527,11 +529,13 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Args:
             input_dir: a directory of :meth:`save_state`; ``None``: the newest, as accelerate chooses it.
-            load_kwargs: as in accelerate.
+            load_kwargs: ``Accelerator.load_state``'s, for the files of objects that are not sharded.
             kwargs: further arguments of accelerate.
 
         Raises:
-            CheckpointError, ValueError, FileNotFoundError: a hook failed on a rank (raised on every rank).
+            CheckpointError: a checkpoint is damaged or does not fit, or a hook failed; every rank raises it.
+            ValueError: the same, if the hooks that failed raised ValueError; or ranks have different numbers of hooks.
+            FileNotFoundError: the directory, or a checkpoint in it, does not exist; or the hooks that failed raised it.
         """
         prepared = self._prepared()
 
@@ -610,6 +614,11 @@ def prepare(
         scheduler: a scheduler of the optimizer.
         plan: a :class:`Plan`, such as ``zero(3)`` of ``shardwise.plan``.
         options: arguments of :class:`ShardwiseAccelerator`.
+
+    Examples:
+        >>> from shardwise.huggingface import prepare
+        >>> from shardwise.plan import zero
+        >>> accelerator, model, optimizer, *_ = prepare(model, optimizer, plan=zero(3), cpu=True)
     """
     accelerator = ShardwiseAccelerator(plan=plan, **options)
     objects = [each for each in (model, optimizer, dataloader, scheduler) if each is not None]

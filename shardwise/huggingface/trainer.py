@@ -123,11 +123,11 @@ class ShardwiseTrainer(Trainer):
 
         Args:
             output_dir: the directory; ``None`` is that of the arguments.
-            _internal_call: set by transformers.
+            _internal_call: set by transformers; leave it out.
 
         Raises:
-            CheckpointError, ValueError: the main process could not write (raised on every rank); all earlier files are
-                unchanged.
+            CheckpointError: the main process could not write; every rank raises it, and earlier files are unchanged.
+            ValueError: the same, if the main process raised ValueError.
         """
         session = self.session
         if session is None:

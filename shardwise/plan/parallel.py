@@ -26,6 +26,10 @@ class TensorPlan:
             classes.
         sequence: ``"split_gather"``: between tensor-parallel layers each rank has a part of every sequence, which is
             gathered where such a layer begins. ``None``: all ranks have full sequences.
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> plan = zero(1).but(tp=2, vocabulary_multiple=128)
     """
 
     parallel_output: bool = True
@@ -58,6 +62,10 @@ class PipelinePlan:
         body: the names of the modules with the layers (``Body``), for a model whose class is not registered.
         orders: for ``"zbv"``, the actions of each rank in their order (``custom_schedule``), for steps with its number
             of micro-batches. ``None``: the order of the paper.
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> plan = zero(1).but(pp=2, schedule="interleaved", chunks=2, microbatches=8)
     """
 
     schedule: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
@@ -102,6 +110,10 @@ class SequencePlan:
         parallel_output: logits stay split by the sequence, if the model's own loss supports it.
         architecture: the modules where a model's sequences begin and end. ``None``: the table entry of the model's
             classes.
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> plan = zero(3).but(sp=2, mode="ring_attn")
     """
 
     mode: Literal["all_to_all", "ring_attn"] = "all_to_all"

@@ -63,6 +63,10 @@ class MeshPlan:
         secondary: number of neighboring ranks (of one host) that keep a second copy of the parameters from the first
             gather after an update on, which later gathers read (hpZ of ZeRO++). It divides ``dp_shard``. ``"host"``:
             the number of ranks on each host. ``None`` or ``dp_shard``: no second copy.
+
+    Examples:
+        >>> from shardwise.plan import MeshPlan, zero
+        >>> plan = zero(3).but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1))  # or zero(3).but(tp=2) for one field
     """
 
     dp_shard: int
@@ -137,7 +141,7 @@ class MeshPlan:
             Index and number, for ``DistributedSampler(rank=..., num_replicas=...)``.
 
         Raises:
-            ValueError: see :meth:`resolve`.
+            ValueError: the sizes do not multiply to ``world_size``.
         """
         sizes = self.resolve(world_size)
         number = sizes.dp_shard * sizes.dp_replicate // self.sp
@@ -153,6 +157,10 @@ class ByNumel:
         chunk_numel: largest number of elements of a chunk.
         min_chunks: a model smaller than this number of chunks gets about so many smaller ones, so that small models,
             too, can overlap and free chunks. 1 keeps the size.
+
+    Examples:
+        >>> from shardwise.plan import ByNumel, zero
+        >>> plan = zero(2).but(packing=ByNumel(chunk_numel=4 * 2**20))
     """
 
     chunk_numel: int
@@ -169,6 +177,10 @@ class ByTensor:
 
     Attributes:
         persist_numel: parameters up to this number of elements stay gathered.
+
+    Examples:
+        >>> from shardwise.plan import ByTensor, zero
+        >>> plan = zero(3).but(packing=ByTensor(persist_numel=100_000))
     """
 
     persist_numel: int
@@ -187,6 +199,10 @@ class ByModule:
         unit_names: names of modules that are units, instead of classes. They may be nested; a parameter belongs to the
             innermost unit.
         rest_numel: with ``unit_names``, pack the other parameters as ``ByNumel(rest_numel)``; ``None``: one unit.
+
+    Examples:
+        >>> from shardwise.plan import ByModule, zero
+        >>> plan = zero(3).but(packing=ByModule(unit_classes=("LlamaDecoderLayer",)))
     """
 
     unit_classes: tuple[str, ...]
@@ -208,6 +224,10 @@ class BySearch:
         search_range_numel: how far above the smallest size the search goes, in elements.
         interval_numel: the step of the search, in elements.
         min_chunk_numel: the smallest size, in elements; the search starts there, or at the largest parameter.
+
+    Examples:
+        >>> from shardwise.plan import BySearch, zero
+        >>> plan = zero(3).but(packing=BySearch(search_range_numel=2**25, interval_numel=2**20, min_chunk_numel=2**20))
     """
 
     search_range_numel: int
@@ -238,6 +258,10 @@ class ParamGroupPlan:
         reshard_after_forward: the argument of FSDP2. ``False``: the parameters stay gathered for any budget and
             offloaded fraction, so backward gathers nothing. ``True``: they are freed after the forward pass of their
             module and gathered again in backward, even if the budget would keep them.
+
+    Examples:
+        >>> from shardwise.plan import ParamGroupPlan, zero
+        >>> plan = zero(3).but(groups=(ParamGroupPlan(names=("lm_head",), reshard_after_forward=False),))
     """
 
     names: tuple[str, ...]
@@ -268,6 +292,10 @@ class ShardPlan:
         reduce: ``"every"``: each backward pass reduces and keeps only the shard (ZeRO-2/3). ``"last"``: full gradients
             are kept, so that ``no_sync`` passes need no communication (DDP, ZeRO-1).
         groups: options of single modules, which override the options above.
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> plan = zero(3).but(gathered_fraction=0.25, prefetch=2)  # keep a quarter of the parameters gathered
     """
 
     packing: Packing
@@ -309,6 +337,10 @@ class GradPlan:
             not kept, and each step is one backward pass. Not with clipping, a loss scale or ``average="tokens"``.
         over_ranks: ``"mean"`` over data-parallel ranks (token-weighted under ``average="tokens"``), or ``"sum"``. The
             choice also applies to ``.grad``, to norms and to ``max_norm``.
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> plan = zero(2).but(max_norm=1.0)
     """
 
     max_norm: float = 0.0
@@ -346,6 +378,10 @@ class CommPlan:
     Attributes:
         overlap: reduce gradients during backward and gather parameters ahead; ``False``: without overlap.
         shared_memory: use shared memory between CPU ranks of one host; ``None``: if possible.
+        gather_on_use: after a step, parameters that stay gathered are gathered in the background and waited for at
+            their first use by a module. Until then they show this rank's shard after the step and the other shards
+            before it; read and change them inside ``gathered()``. ``False``: ``step()`` gathers them.
+        sync_init: every rank starts from rank 0's parameters and buffers, as in DDP.
         same_order: ``None`` or ``True``: gathers are issued in program order, so all ranks must run the same modules in
             the same order; ranks that differ raise an error before anything is updated. ``False``: ranks agree before
             each gather, for models whose ranks take different branches. Gathers through shared memory need neither.
@@ -353,22 +389,22 @@ class CommPlan:
         wait_timeout_s: seconds that a rank waits for a peer within a pass before it raises an error that says what each
             rank is doing. The first exchange of a pass, and calls such as saving and loading, use the timeout of the
             process group, because one rank may work alone before them.
-        gather_on_use: after a step, parameters that stay gathered are gathered in the background and waited for at
-            their first use by a module. Until then they show this rank's shard after the step and the other shards
-            before it; read and change them inside ``gathered()``. ``False``: ``step()`` gathers them.
-        sync_init: every rank starts from rank 0's parameters and buffers, as in DDP.
         predivide: divide gradients by this number before they are summed over ranks, and by ``ranks / predivide``
             afterwards.
         compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks of one model are sent
-            in 8 bits (:mod:`shardwise.core.comm.block_formats`). Masters are kept separately and never rounded.
+            in 8 bits. Masters are kept separately and never rounded.
         compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"`` for trained parameters only (qwZ of ZeRO++); ``None``: as
             for ``compress``.
         compress_gradients: the format for gradients (qgZ), which are rounded once and summed in fp32.
-        compress_frozen: the format for gathers of parameters that are frozen when the model is sharded (MixZ++); each
-            rank keeps its shard unrounded. ``None``, or a dtype that cannot be compressed: sent as it is.
         exchange_bytes: extra bytes for exchange buffers of gradients at stages 2 and 3, beyond two for each class of
             chunk sizes, so that more reductions run at once. ``None``: 16 MiB between hosts without GPUs and without a
             declared capacity, otherwise 0.
+        compress_frozen: the format for gathers of parameters that are frozen when the model is sharded (MixZ++); each
+            rank keeps its shard unrounded. ``None``, or a dtype that cannot be compressed: sent as it is.
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> plan = zero(3).but(compress_weights="int8", wait_timeout_s=300.0)
     """
 
     overlap: bool = True
@@ -435,6 +471,11 @@ class Plan:
         tensor: how layers are split over ``tp`` ranks.
         pipeline: how model and batch are divided over ``pp`` ranks.
         sequence: how ``sp`` ranks share sequences.
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> plan = zero(3, torch.bfloat16).but(max_norm=1.0, prefetch=2)
+        >>> plan.save("plan.json")
     """
 
     mesh: MeshPlan
@@ -666,7 +707,11 @@ def replicated(param_dtype: torch.dtype | None = None) -> Plan:
     """Return the plan of plain data parallelism (DDP): every rank has all parameters, gradients and state.
 
     Args:
-        param_dtype: as for :func:`zero`.
+        param_dtype: dtype of parameters and inputs, such as ``torch.bfloat16``; ``None`` does not cast.
+
+    Examples:
+        >>> from shardwise.plan import replicated
+        >>> session = shardwise.shard(model, optimizer, replicated(torch.bfloat16))
     """
     plan = zero(1, param_dtype)
     return replace(plan, mesh=MeshPlan(dp_shard=1, dp_replicate=-1))

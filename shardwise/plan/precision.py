@@ -25,6 +25,12 @@ class ScalerPlan:
         max_scale: the largest loss scale.
         growth_delay: number of steps without overflow, at the start and after each overflow, before the steps of
             ``growth_interval`` are counted.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from shardwise.plan import zero
+        >>> plan = zero(2, torch.float16)
+        >>> plan = plan.but(scaler=replace(plan.precision.scaler, initial_scale=2.0**12))
     """
 
     initial_scale: float
@@ -66,6 +72,10 @@ class PrecisionPlan:
         cast_inputs: cast floating-point inputs of the model to ``param_dtype``, also in nested containers.
         output_dtype: dtype to which floating-point outputs are cast; ``None`` does not cast.
         scaler: dynamic loss scale, or ``None``.
+
+    Examples:
+        >>> from shardwise.plan import zero
+        >>> plan = zero(2, torch.bfloat16).but(reduce_dtype=torch.float32)
     """
 
     param_dtype: torch.dtype | None = None

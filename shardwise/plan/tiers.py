@@ -24,6 +24,10 @@ class DiskPlan:
         state_buffers: host buffers for optimizer tiles; three overlap a read, an update and a write.
         param_buffers: host buffers for parameter shards.
         medium: the kind of storage: ``"file"``, or a registered name (``shardwise.register_medium``).
+
+    Examples:
+        >>> from shardwise.plan import DiskPlan, zero
+        >>> plan = zero(3).but(state_disk_fraction=1.0, disk=DiskPlan(directory="/tmp", threads=4))
     """
 
     directory: str
@@ -57,6 +61,10 @@ class AutoPlan:
         warmup_non_model_ratio: fraction of the device's capacity that the first step leaves free for non-model data.
         steady_capacity_ratio: fraction of the capacity that later steps use at most, non-model data included.
         margin_ratio: fraction of the remaining memory to which optimizer state is moved.
+
+    Examples:
+        >>> from shardwise.plan import AutoPlan, zero
+        >>> plan = zero(3).but(auto=AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0))
     """
 
     warmup_non_model_ratio: float
@@ -81,6 +89,10 @@ class TierPlan:
         pin_memory: page-lock the host memory, with CUDA.
         disk: how to use the disk; required if a disk fraction is above 0, otherwise ``None``.
         auto: chooses placement from the memory trace. With ``None`` the fixed fractions above decide.
+
+    Examples:
+        >>> from shardwise.plan import TierPlan, zero
+        >>> plan = zero(3).but(tiers=TierPlan(param_host_fraction=0.5, state_host_fraction=1.0))
     """
 
     param_host_fraction: float = 0.0
@@ -118,5 +130,10 @@ class TierPlan:
 
 
 def on_device() -> TierPlan:
-    """Return the plan that keeps everything on the device, without a limit."""
+    """Return the plan that keeps everything on the device, without a limit.
+
+    Examples:
+        >>> from shardwise.plan import on_device, zero
+        >>> plan = zero(3).but(state_host_fraction=1.0).but(tiers=on_device())  # no offload again
+    """
     return TierPlan()

@@ -54,21 +54,26 @@ def plan_of_fsdp(
 
     Args:
         model: a module that is not wrapped; it is unchanged.
-        process_group, device_mesh: all ranks; for a hybrid strategy a pair of groups, or a mesh of two dimensions.
+        process_group: ``None`` or the group of all ranks; for a hybrid strategy the groups of shards and replicas.
+        device_mesh: instead, a mesh of all ranks; for a hybrid strategy one of two dimensions.
         sharding_strategy: FULL_SHARD by default; NO_SHARD replicates; SHARD_GRAD_OP keeps parameters gathered.
         cpu_offload: keep parameters, masters and optimizer state on the host, and update them there.
         auto_wrap_policy: selects the units; ``None``: one per block, without a policy.
         backward_prefetch: ``None`` disables prefetching, unless ``forward_prefetch`` enables it.
         mixed_precision: fp16 has a loss scale, which replaces ``ShardedGradScaler``.
-        ignored_modules, ignored_states: stay gathered on every rank. Trainable ones warn: they are averaged, too.
+        ignored_modules: their parameters stay gathered on every rank. Trainable ones warn: they are averaged, too.
+        ignored_states: parameters or modules that are treated as ``ignored_modules``.
         param_init_fn: an error if the model is on the meta device: build it under ``deferred_init()``.
         device_id: the device of this rank; another one warns.
         sync_module_states: start from rank 0's values.
-        forward_prefetch, limit_all_gathers, use_orig_params: not needed: the next unit is prefetched in both passes
-            (between hosts without GPUs small units up to 16 MiB), and parameters are the model's own.
+        forward_prefetch: not needed: the next unit is prefetched in both passes (between hosts without GPUs, if it is
+            not larger than 16 MiB).
+        limit_all_gathers: not needed: at most one unit is prefetched.
+        use_orig_params: not needed: optimizers get the model's own parameters.
 
     Raises:
-        NotImplementedError, ValueError: unsupported by plans; the message names the argument.
+        NotImplementedError: an argument is not supported; the message names it.
+        ValueError: groups, meshes, units or ignored parameters do not fit the model, the ranks or each other.
 
     Examples:
         >>> from torch.distributed.fsdp import ShardingStrategy
@@ -182,7 +187,8 @@ def plan_of_fully_shard(
         units: the modules on which ``fully_shard`` was called before the model; none: one unit per block.
 
     Raises:
-        NotImplementedError, ValueError: unsupported by plans; the message names the argument.
+        NotImplementedError: an argument is not supported; the message names it.
+        ValueError: groups, meshes, units or ignored parameters do not fit the model, the ranks or each other.
 
     Examples:
         >>> from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -252,16 +258,24 @@ def plan_of_ddp(
     """Return the plan of ``DistributedDataParallel``: replicated parameters, gradients averaged over all ranks.
 
     Args:
-        device_ids, output_device: the device of this rank; another device causes a warning.
-        dim: 0.
-        broadcast_buffers, forward_sync_buffers: True warns: buffers are broadcast at the beginning, not in each pass.
+        device_ids: a list of this rank's device; another device causes a warning.
+        output_device: this rank's device; another device causes a warning.
+        dim: must be 0, as batches are divided by the sampler.
+        broadcast_buffers: True warns: buffers are broadcast at the beginning, not in each pass.
+        forward_sync_buffers: True warns as ``broadcast_buffers`` does.
         init_sync: ranks start from rank 0's values.
-        process_group, device_mesh: all ranks.
+        process_group: ``None`` or the group of all ranks; another group raises an error.
+        device_mesh: ``None`` or a mesh of all ranks.
         bucket_cap_mb: MiB of fp32 gradients that are reduced together; ``None``: 25.
-        find_unused_parameters, skip_all_reduce_unused_params: not needed: unused parameters are detected without
-            traversing the graph, and are neither reduced nor updated.
-        static_graph, gradient_as_bucket_view, batched_grad_copy: not needed; gradients are views of the buckets.
-        check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: not supported.
+        find_unused_parameters: not needed: unused parameters are detected without traversing the graph.
+        skip_all_reduce_unused_params: not needed: unused parameters are neither reduced nor updated.
+        static_graph: not needed: the parameters that a pass uses are found as it runs.
+        gradient_as_bucket_view: not needed: gradients are always views of the buckets.
+        batched_grad_copy: not needed, as views need no copies.
+        check_reduction: must be False; torch ignores it as well.
+        delay_all_reduce_named_params: must be ``None``: gradients are reduced in the order in which they come.
+        param_to_hook_all_reduce: must be ``None``, for the same reason.
+        bucket_cap_mb_list: must be ``None``: give one size as ``bucket_cap_mb``.
         mixed_precision: dtypes, as for :func:`~shardwise.pytorch.plan_of_fsdp`.
 
     Returns:

@@ -31,6 +31,11 @@ class SubModuleReplacementDescription:
         target_module: a class of :mod:`shardwise.shardformer.layer`.
         kwargs: the arguments of that class.
         ignore_if_not_exist: skip it if the module has no such layer.
+
+    Examples:
+        >>> from shardwise.shardformer import SubModuleReplacementDescription
+        >>> from shardwise.shardformer.layer import Linear1D_Col
+        >>> up = SubModuleReplacementDescription("mlp.up", Linear1D_Col)
     """
 
     suffix: str
@@ -46,8 +51,15 @@ class ModulePolicyDescription:
     Attributes:
         attribute_replacement: attributes with other values in sharded modules, by dotted name.
         param_replacement: an error: parameters stay the model's own; shard layers with ``sub_module_replacement``.
-        sub_module_replacement: sharded layers.
+        sub_module_replacement: the layers that are sharded, and how.
         method_replacement: functions that replace methods, by name.
+
+    Examples:
+        >>> from shardwise.shardformer import ModulePolicyDescription, SubModuleReplacementDescription
+        >>> from shardwise.shardformer.layer import Linear1D_Col, Linear1D_Row
+        >>> up = SubModuleReplacementDescription("up", Linear1D_Col)
+        >>> down = SubModuleReplacementDescription("down", Linear1D_Row)
+        >>> description = ModulePolicyDescription(sub_module_replacement=[up, down])
     """
 
     attribute_replacement: dict[str, Any] | None = None

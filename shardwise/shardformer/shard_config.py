@@ -29,6 +29,10 @@ class GradientCheckpointConfig:
 
     Attributes:
         gradient_checkpointing_ratio: the fraction, in [0, 1].
+
+    Examples:
+        >>> from shardwise.shardformer import GradientCheckpointConfig
+        >>> half = GradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
     """
 
     gradient_checkpointing_ratio: float = 0.0
@@ -50,6 +54,10 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
     Attributes:
         num_ckpt_layers_per_stage: by stage (without a pipeline: one number); replaces the ratio. With several stages
             per rank, stage ``s`` is on rank ``s % pp_size``.
+
+    Examples:
+        >>> from shardwise.shardformer import PipelineGradientCheckpointConfig
+        >>> config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[4, 2])
     """
 
     num_ckpt_layers_per_stage: list[int] | None = None
@@ -95,17 +103,21 @@ class ShardConfig:
         enable_tensor_parallelism: False does not shard layers.
         enable_all_optimization: fused normalization and flash attention.
         enable_fused_normalization: use torch's kernel for RMS norms of transformers.
-        enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
         enable_flash_attention: use torch's ``scaled_dot_product_attention`` for the model's attention, which has flash
             kernels on some devices.
+        enable_jit_fused: no effect, with a warning: ``torch.compile`` compiles activations.
         enable_sequence_parallelism: between sharded layers each rank has a part of every sequence, for models with
             built-in rules.
         sequence_parallelism_mode: ``"split_gather"``, or ``None`` for the same; HybridParallelPlugin has the others.
         parallel_output: logits stay sharded by vocabulary if the model's own loss allows it.
         make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it.
         gradient_checkpoint_config: layers that are recomputed in backward.
-        fp8_communication: communicate activations between sharded layers and their gradients in 8 bits.
         extra_kwargs: values that only policies read.
+        fp8_communication: communicate activations between sharded layers and their gradients in 8 bits.
+
+    Examples:
+        >>> from shardwise.shardformer import ShardConfig
+        >>> shard_config = ShardConfig(enable_fused_normalization=True, parallel_output=False)
     """
 
     tensor_parallel_process_group: ProcessGroup | None = None

@@ -42,7 +42,8 @@ class ShardFormer:
             policy: defines the sharded layers; ``None``: the built-in rules for the model's classes.
 
         Raises:
-            ValueError, TypeError: the model cannot be sharded; nothing was changed.
+            ValueError: the model's sizes or the policy do not fit; nothing was changed.
+            TypeError: a layer has a class that cannot be sharded; nothing was changed.
             NotImplementedError: the policy needs something that is not available.
         """
         config = self.shard_config

@@ -178,14 +178,15 @@ class ColossalAI(ShardedStrategy):
         growth_interval: number of good steps.
         hysteresis: number of overflows before the scale falls.
         max_scale: largest loss scale.
-        accelerator: as in Lightning's ``DDPStrategy``.
-        parallel_devices: as in Lightning's ``DDPStrategy``.
-        cluster_environment: as in Lightning's ``DDPStrategy``.
+        accelerator: an ``Accelerator`` of Lightning; ``None``: that of the Trainer.
+        parallel_devices: devices of this host's ranks; ``None``: those of ``Trainer(devices=...)``.
+        cluster_environment: a ``ClusterEnvironment`` of Lightning, which has the rank of this process; ``None``: the
+            Trainer detects it.
         checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
-        precision_plugin: as in Lightning's ``DDPStrategy``.
-        process_group_backend: as in Lightning's ``DDPStrategy``.
+        precision_plugin: such as ``ShardedPrecision``; ``None``: made from ``Trainer(precision=...)``.
+        process_group_backend: such as ``"nccl"`` or ``"gloo"``; ``None``: by the device.
         timeout: timeout of the process group.
-        start_method: as in Lightning's ``DDPStrategy``.
+        start_method: how this host's other processes start: ``"popen"`` as commands, others by ``multiprocessing``.
 
     Raises:
         ValueError: a value is out of range.
@@ -322,14 +323,15 @@ class FabricColossalAI(FabricStrategy):
         growth_interval: number of good steps.
         hysteresis: number of overflows before the scale falls.
         max_scale: largest loss scale.
-        accelerator: as in Lightning's ``DDPStrategy``.
-        parallel_devices: as in Lightning's ``DDPStrategy``.
-        cluster_environment: as in Lightning's ``DDPStrategy``.
+        accelerator: an ``Accelerator`` of Lightning; ``None``: that of the Trainer.
+        parallel_devices: devices of this host's ranks; ``None``: those of ``Trainer(devices=...)``.
+        cluster_environment: a ``ClusterEnvironment`` of Lightning, which has the rank of this process; ``None``: the
+            Trainer detects it.
         checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
         precision: a precision plugin.
-        process_group_backend: as in Lightning's ``DDPStrategy``.
+        process_group_backend: such as ``"nccl"`` or ``"gloo"``; ``None``: by the device.
         timeout: timeout of the process group.
-        start_method: as in Lightning's ``DDPStrategy``.
+        start_method: how this host's other processes start: ``"popen"`` as commands, others by ``multiprocessing``.
 
     Raises:
         ValueError: a value is out of range.

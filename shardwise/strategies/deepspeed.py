@@ -57,26 +57,26 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     ``block_size`` in bytes.
 
     Args:
-        accelerator: as in Lightning's ``DDPStrategy``.
+        accelerator: an ``Accelerator`` of Lightning; ``None``: that of the Trainer.
         zero_optimization: ``False``: stage 0 without offload.
         stage: 0 replicates, 1 shards the optimizer state, 2 also gradients, 3 also parameters.
         remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are created on the device of their shards;
             a warning says so if that is another one.
         offload_optimizer: offload masters and optimizer state to ``offload_optimizer_device``.
         offload_parameters: whether stage 3 offloads parameters to ``offload_params_device``.
-        offload_params_device: ``"cpu"`` or ``"nvme"``.
-        nvme_path: a directory on the disk.
+        offload_params_device: where ``offload_parameters`` keeps parameters: ``"cpu"`` or ``"nvme"``.
+        nvme_path: directory of offloaded parameters and state for ``"nvme"``.
         params_buffer_count: CPU buffers for parameters on the disk.
         params_buffer_size: no effect: buffers are as large as the largest shard.
         max_in_cpu: elements of parameters that a rank keeps in CPU memory if the others are on the disk.
-        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
+        offload_optimizer_device: where ``offload_optimizer`` keeps state: ``"cpu"`` or ``"nvme"``.
         optimizer_buffer_count: CPU buffers for state on the disk.
         block_size: size of the largest disk request.
         queue_depth: disk requests in flight per thread.
         single_submit: submit requests one by one.
         overlap_events: collect completions while further requests are in flight.
-        thread_count: submitting threads.
-        pin_memory: use pinned memory.
+        thread_count: threads that submit disk requests.
+        pin_memory: use pinned host memory for offloaded parameters and state.
         sub_group_size: no effect: updates run in tiles of their own size.
         contiguous_gradients: no effect: gradients always share buffers.
         overlap_comm: reduce during backward and gather ahead.
@@ -88,27 +88,29 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
         config: a DeepSpeed configuration, a dict or a path; the dict is never changed.
         logging_level: log level during runs of this strategy (``logging.INFO`` shows progress).
-        parallel_devices: as in Lightning's ``DDPStrategy``.
-        cluster_environment: as in Lightning's ``DDPStrategy``.
+        parallel_devices: devices of this host's ranks; ``None``: those of ``Trainer(devices=...)``.
+        cluster_environment: a ``ClusterEnvironment`` of Lightning, which has the rank of this process; ``None``: the
+            Trainer detects it.
         loss_scale: 0 is dynamic (fp16 only, as the next four).
         initial_scale_power: the first scale is ``2**initial_scale_power``.
         loss_scale_window: good steps before the scale doubles.
         hysteresis: overflows before the scale is halved.
         min_loss_scale: an overflow at this scale is an error.
         partition_activations: no effect, with a warning: torch keeps the activations.
-        cpu_checkpointing: no effect, with a warning.
-        contiguous_memory_optimization: no effect, with a warning.
-        synchronize_checkpoint_boundary: no effect, with a warning.
+        cpu_checkpointing: activation checkpoints in host memory; no effect, with a warning.
+        contiguous_memory_optimization: activation checkpoints in one buffer; no effect, with a warning.
+        synchronize_checkpoint_boundary: synchronize the device at checkpoints; no effect, with a warning.
         load_full_weights: a single file may have only weights: optimizers then start without state, with a warning.
-        precision_plugin: as in Lightning's ``DDPStrategy``.
-        process_group_backend: as in Lightning's ``DDPStrategy``.
+        precision_plugin: such as ``ShardedPrecision``; ``None``: made from ``Trainer(precision=...)``.
+        process_group_backend: such as ``"nccl"`` or ``"gloo"``; ``None``: by the device.
         timeout: timeout of the process group.
         exclude_frozen_parameters: write checkpoints without parameters that do not require gradients.
-        start_method: as in Lightning's ``DDPStrategy``.
+        start_method: how this host's other processes start: ``"popen"`` as commands, others by ``multiprocessing``.
 
     Raises:
         MisconfigurationException: the path of a configuration does not exist, or it contradicts Trainer.
-        ValueError, NotImplementedError: an invalid argument or configuration.
+        ValueError: an argument or a value of the configuration is out of range.
+        NotImplementedError: the configuration has a setting that is not supported; the message names it.
 
     Examples:
         >>> import lightning.pytorch as pl
@@ -412,26 +414,26 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
     path) replaces. The program counts batches and steps. Sizes are in elements, ``block_size`` in bytes.
 
     Args:
-        accelerator: as in Lightning's ``DDPStrategy``.
+        accelerator: an ``Accelerator`` of Lightning; ``None``: that of the Trainer.
         zero_optimization: ``False``: stage 0 without offload.
         stage: 0 replicates, 1 shards the optimizer state, 2 also gradients, 3 also parameters.
         remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
             says so if that is elsewhere.
         offload_optimizer: offload masters and optimizer state to ``offload_optimizer_device``.
         offload_parameters: whether stage 3 offloads parameters to ``offload_params_device``.
-        offload_params_device: ``"cpu"`` or ``"nvme"``.
-        nvme_path: a directory on the disk.
+        offload_params_device: where ``offload_parameters`` keeps parameters: ``"cpu"`` or ``"nvme"``.
+        nvme_path: directory of offloaded parameters and state for ``"nvme"``.
         params_buffer_count: CPU buffers for parameters on the disk.
         params_buffer_size: no effect: buffers are as large as the largest shard.
         max_in_cpu: elements of parameters that a rank keeps in CPU memory when the rest goes to the disk.
-        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
+        offload_optimizer_device: where ``offload_optimizer`` keeps state: ``"cpu"`` or ``"nvme"``.
         optimizer_buffer_count: CPU buffers for state on the disk.
         block_size: size of the largest disk request.
         queue_depth: disk requests in flight per thread.
         single_submit: submit requests one by one.
         overlap_events: collect completions while further requests are in flight.
-        thread_count: submitting threads.
-        pin_memory: use pinned memory.
+        thread_count: threads that submit disk requests.
+        pin_memory: use pinned host memory for offloaded parameters and state.
         sub_group_size: no effect: updates run in tiles of their own size.
         contiguous_gradients: no effect: gradients always share buffers.
         overlap_comm: reduce during backward and gather ahead.
@@ -443,28 +445,30 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         logging_batch_size_per_gpu: samples of a rank's batch; ``"auto"`` and ``None``: the loader's.
         config: a DeepSpeed configuration, a dict or a path; the dict is never changed.
         logging_level: log level during runs of this strategy.
-        parallel_devices: as in Lightning's ``DDPStrategy``.
-        cluster_environment: as in Lightning's ``DDPStrategy``.
+        parallel_devices: devices of this host's ranks; ``None``: those of ``Trainer(devices=...)``.
+        cluster_environment: a ``ClusterEnvironment`` of Lightning, which has the rank of this process; ``None``: the
+            Trainer detects it.
         loss_scale: 0 is dynamic (fp16 only, as the next four).
         initial_scale_power: the first scale is ``2**initial_scale_power``.
         loss_scale_window: good steps before the scale doubles.
         hysteresis: overflows before the scale is halved.
         min_loss_scale: an overflow at this scale is an error.
         partition_activations: no effect, with a warning: torch keeps the activations.
-        cpu_checkpointing: no effect, with a warning.
-        contiguous_memory_optimization: no effect, with a warning.
-        synchronize_checkpoint_boundary: no effect, with a warning.
+        cpu_checkpointing: activation checkpoints in host memory; no effect, with a warning.
+        contiguous_memory_optimization: activation checkpoints in one buffer; no effect, with a warning.
+        synchronize_checkpoint_boundary: synchronize the device at checkpoints; no effect, with a warning.
         load_full_weights: no effect: single files are read anyway.
         precision: a precision plugin.
-        process_group_backend: as in Lightning's ``DDPStrategy``.
+        process_group_backend: such as ``"nccl"`` or ``"gloo"``; ``None``: by the device.
         timeout: timeout of the process group.
         exclude_frozen_parameters: write checkpoints without parameters that do not require gradients.
         checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
-        start_method: as in Lightning's ``DDPStrategy``.
+        start_method: how this host's other processes start: ``"popen"`` as commands, others by ``multiprocessing``.
 
     Raises:
         MisconfigurationException: the path of a configuration does not exist, or it contradicts Fabric.
-        ValueError, NotImplementedError: an invalid argument or configuration.
+        ValueError: an argument or a value of the configuration is out of range.
+        NotImplementedError: the configuration has a setting that is not supported; the message names it.
     """
 
     # fmt: off

@@ -57,6 +57,11 @@ def enable_wrap(auto_wrap_policy: Callable[..., bool] | None = None, **wrapper_k
         auto_wrap_policy: default policy of :func:`auto_wrap`.
         wrapper_kwargs: arguments of FairScale (``wrapper_cls`` and its arguments). They have no effect, because the
             strategy defines how a unit is sharded; all but ``wrapper_cls`` cause a warning.
+
+    Examples:
+        >>> from shardwise.lightning import enable_wrap, wrap
+        >>> with enable_wrap():
+        ...     block = wrap(torch.nn.Linear(8, 4))
     """
     _warn_of(wrapper_kwargs, "enable_wrap")
     token = _ENABLED.set((auto_wrap_policy,))
@@ -86,6 +91,12 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = 
         module: any module.
         auto_wrap_policy: ``f(module, recurse, unwrapped_params, ...) -> bool``; by default that of the context.
         kwargs: see :func:`wrap`.
+
+    Examples:
+        >>> from functools import partial
+        >>> from shardwise.lightning import auto_wrap, default_auto_wrap_policy, enable_wrap
+        >>> with enable_wrap(partial(default_auto_wrap_policy, min_num_params=1000)):
+        ...     model = auto_wrap(torch.nn.Sequential(torch.nn.Linear(64, 64)))
     """
     _warn_of(kwargs, "auto_wrap")
     for policy in _ENABLED.get():
@@ -246,7 +257,7 @@ class FullyShardedStrategy(ShardedStrategy):
     """Parameters, gradients and optimizer state are sharded over all ranks; running modules are gathered.
 
     Args:
-        accelerator: as in Lightning's ``DDPStrategy``.
+        accelerator: an ``Accelerator`` of Lightning; ``None``: that of the Trainer.
         cpu_offload: keep parameter shards (and by default everything else) in CPU memory, in any precision.
         flatten_parameters: gather several parameters as one flat array; ``False``: gather each separately.
         reshard_after_forward: free gathered parameters after their forward pass; ``False``: keep them.
@@ -257,13 +268,14 @@ class FullyShardedStrategy(ShardedStrategy):
         bucket_cap_mb: size in MiB of gathers and reductions of parameters outside wrapped modules; <= 0: by module.
         min_num_params: smallest unit of ``auto_wrap``, in elements.
         state_dict_to_cpu: :meth:`lightning_module_state_dict` returns tensors on the host; ``False``: on the device.
-        parallel_devices: as in Lightning's ``DDPStrategy``.
-        cluster_environment: as in Lightning's ``DDPStrategy``.
+        parallel_devices: devices of this host's ranks; ``None``: those of ``Trainer(devices=...)``.
+        cluster_environment: a ``ClusterEnvironment`` of Lightning, which has the rank of this process; ``None``: the
+            Trainer detects it.
         checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
-        precision_plugin: as in Lightning's ``DDPStrategy``.
-        process_group_backend: as in Lightning's ``DDPStrategy``.
+        precision_plugin: such as ``ShardedPrecision``; ``None``: made from ``Trainer(precision=...)``.
+        process_group_backend: such as ``"nccl"`` or ``"gloo"``; ``None``: by the device.
         timeout: timeout of the process group.
-        start_method: as in Lightning's ``DDPStrategy``.
+        start_method: how this host's other processes start: ``"popen"`` as commands, others by ``multiprocessing``.
 
     Raises:
         ValueError: a value is out of range.
@@ -321,7 +333,7 @@ class FabricFullySharded(FabricStrategy):
     """Parameters, gradients and optimizer state are sharded over all ranks; running modules are gathered.
 
     Args:
-        accelerator: as in Lightning's ``DDPStrategy``.
+        accelerator: an ``Accelerator`` of Lightning; ``None``: that of the Trainer.
         cpu_offload: keep parameter shards (and by default everything else) in CPU memory, in any precision.
         flatten_parameters: gather several parameters as one flat array; ``False``: gather each separately.
         reshard_after_forward: free gathered parameters after their forward pass; ``False``: keep them.
@@ -332,13 +344,14 @@ class FabricFullySharded(FabricStrategy):
         bucket_cap_mb: size in MiB of gathers and reductions of parameters outside wrapped modules; <= 0: by module.
         min_num_params: smallest unit of ``auto_wrap`` inside ``fabric.init_module()``, in elements.
         state_dict_to_cpu: no effect: ``model.state_dict()`` always returns tensors on the host.
-        parallel_devices: as in Lightning's ``DDPStrategy``.
-        cluster_environment: as in Lightning's ``DDPStrategy``.
+        parallel_devices: devices of this host's ranks; ``None``: those of ``Trainer(devices=...)``.
+        cluster_environment: a ``ClusterEnvironment`` of Lightning, which has the rank of this process; ``None``: the
+            Trainer detects it.
         checkpoint_io: writes each checkpoint as one file; ``None``: a directory into which each rank writes its shards.
         precision: a precision plugin.
-        process_group_backend: as in Lightning's ``DDPStrategy``.
+        process_group_backend: such as ``"nccl"`` or ``"gloo"``; ``None``: by the device.
         timeout: timeout of the process group.
-        start_method: as in Lightning's ``DDPStrategy``.
+        start_method: how this host's other processes start: ``"popen"`` as commands, others by ``multiprocessing``.
 
     Raises:
         ValueError: a value is out of range.

@@ -149,10 +149,17 @@ class CastingPrecision(_Precision):  # type: ignore[misc]
 
 
 class ShardedPrecision(CastingPrecision):
-    """The precision plugin of sharded strategies for the Trainer.
+    """The precision plugin of these strategies for the Trainer. Parameters and inputs are cast; autocast is not used.
 
     Args:
-        precision: see :class:`CastingPrecision`.
+        precision: a value of ``Trainer(precision=...)``, such as ``"16-mixed"``. Given here, fp16 also works on a CPU,
+            where Lightning changes ``precision="16-mixed"`` to bf16.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from shardwise.lightning import DeepSpeedStrategy, ShardedPrecision
+        >>> precision = ShardedPrecision("bf16-mixed")
+        >>> trainer = pl.Trainer(strategy=DeepSpeedStrategy(stage=3), plugins=[precision], devices=2)
     """
 
     def __init__(self, precision: Any = "32-true") -> None:
@@ -183,10 +190,10 @@ class ShardedPrecision(CastingPrecision):
 
 
 class ColossalAIPrecision(ShardedPrecision):
-    """``ColossalAIPrecisionPlugin``, whose default is fp16 with a loss scale.
+    """:class:`ShardedPrecision` whose default is fp16 with a loss scale.
 
     Args:
-        precision: see :class:`CastingPrecision`; the published class only accepts ``"16-mixed"``.
+        precision: as for :class:`ShardedPrecision`; Lightning's class only accepts ``"16-mixed"``.
     """
 
     def __init__(self, precision: Any = "16-mixed") -> None:

@@ -83,6 +83,12 @@ def compare(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor:
 
     Returns:
         The differences, the largest first; NaN before all others.
+
+    Examples:
+        >>> from shardwise.testing import compare
+        >>> [difference] = compare({"w": torch.ones(2)}, {"w": torch.ones(2)})
+        >>> difference.within(1e-6)
+        True
     """
     names = [name for name in expected if name in actual and actual[name].shape == expected[name].shape]
     differences = [_difference(name, actual[name], expected[name], floor) for name in names]

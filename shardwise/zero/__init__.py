@@ -35,6 +35,16 @@ def convert_to_zero_v2(
     """Return the wrapped model and optimizer.
 
     ``model_config`` has arguments of :class:`ShardedModelV2`, ``optimizer_config`` those of the optimizer.
+
+    Examples:
+        >>> from shardwise.zero import TensorShardStrategy, ZeroInitContext, convert_to_zero_v2
+        >>> strategy = TensorShardStrategy()
+        >>> with ZeroInitContext("cpu", strategy, shard_param=True, convert_fp16=False):
+        ...     model = torch.nn.Linear(8, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model, optimizer = convert_to_zero_v2(model, optimizer, {"shard_strategy": strategy}, {})
+        >>> optimizer.backward(criterion(model(inputs), targets))
+        >>> optimizer.step()
     """
     for name, config in (("model_config", model_config), ("optimizer_config", optimizer_config)):
         as_mapping(name, config or {}, "a dict of arguments, or None")

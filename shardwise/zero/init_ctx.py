@@ -55,7 +55,7 @@ class ZeroInitContext:
     Args:
         target_device: device of parameters between uses, as a device, a name or the number of a GPU. The CPU in a run
             on GPUs means host memory.
-        shard_strategy: as for the model.
+        shard_strategy: a ``TensorShardStrategy()`` or ``BucketTensorShardStrategy()``, the one of the model.
         shard_param: parameters are sharded over the ranks between uses, and have no memory until the model is sharded;
             False: every rank keeps full parameters (ZeRO-2).
         rm_torch_payload_on_the_fly: parameters that are not sharded have no memory until then either. Values that
@@ -173,6 +173,11 @@ def no_shard_zero_context(is_replicated: bool = True) -> Iterator[None]:
 
     Raises:
         NotImplementedError: ``is_replicated=False``, values that differ between ranks (experts).
+
+    Examples:
+        >>> from shardwise.zero import no_shard_zero_context
+        >>> with no_shard_zero_context():
+        ...     router = torch.nn.Linear(8, 2)
     """
     if not is_replicated:
         raise NotImplementedError(f"is_replicated={is_replicated} is not available: all ranks hold the same values")

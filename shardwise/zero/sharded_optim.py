@@ -25,7 +25,7 @@ class ShardedOptimizerV2(OptimizerFront):
     those of the wrapped optimizer.
 
     Args:
-        sharded_model: the model.
+        sharded_model: the model that the optimizer updates.
         optimizer: any element-wise torch optimizer over ``sharded_model.parameters()``.
         cpu_offload: keep masters, state and reduced gradients in host memory and update them there. The model needs
             ``offload_config={"device": "cpu"}``.

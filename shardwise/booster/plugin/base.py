@@ -194,8 +194,8 @@ class Plugin(ABC):
             shuffle: use another order in every epoch; call ``dataloader.sampler.set_epoch(epoch)``.
             seed: seed of the order and of the workers; must be equal on all ranks.
             drop_last: drop the last incomplete batch, and samples that cannot be divided evenly over the ranks.
-            pin_memory: see ``DataLoader``.
-            num_workers: see ``DataLoader``.
+            pin_memory: copy batches to pinned host memory, as ``DataLoader`` does.
+            num_workers: worker processes of the ``DataLoader``; 0: none.
             distributed_sampler_cls: sampler class; ``None``: ``torch.utils.data.DistributedSampler``.
             kwargs: further arguments of ``DataLoader``.
 

@@ -24,7 +24,7 @@ from shardwise.core.checkpoint.formats.native import NativeSource, verify
 from shardwise.core.checkpoint.load import Restored
 from shardwise.core.checkpoint.portable_files import PortableFiles
 from shardwise.core.checkpoint.schedulers import SavedScheduler, read_lr_scheduler, write_lr_scheduler
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, OpenSource, TensorInfo
 from shardwise.core.checkpoint.torch_training_run import TorchRun
 from shardwise.core.checkpoint.training_run import EngineRun, Ranks, Run
 
@@ -35,6 +35,7 @@ __all__ = [
     "Checkpointer",
     "EngineRun",
     "NativeSource",
+    "OpenSource",
     "PortableFiles",
     "Ranks",
     "Restored",

@@ -23,6 +23,10 @@ class Checkpointer:
     Args:
         session: a session of our engine, or any :class:`~shardwise.core.checkpoint.training_run.Run`.
         files: the file system that saves use.
+
+    Examples:
+        >>> path = session.checkpoints.save("checkpoints", keep=3)
+        >>> restored = session.checkpoints.load("checkpoints")
     """
 
     def __init__(self, session: Trained | Run, files: Any = DISK) -> None:

@@ -38,7 +38,9 @@ class Restored:
     """The values of a checkpoint that are not tensors of the run.
 
     Attributes:
-        path, tag, step: path, tag and step of the checkpoint.
+        path: the directory of the checkpoint that was loaded.
+        tag: its name below the directory given to ``load``.
+        step: the step that it was saved with.
         updates: number of optimizer steps.
         user_state: the value passed to ``save``.
         data_position: data position of this rank, or of rank 0 if the checkpoint has fewer ranks.

@@ -539,6 +539,7 @@ def _saved_optimizers(source: CheckpointSource) -> list[_Saved]:
 # ---- other names and other numbers of rows
 
 Rows = Literal["keep", "zero", "mean"]
+"""Values of the rows that a parameter has and its checkpoint does not: as the model has them, zeros, or the mean."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,16 @@ from shardwise.core.memory.disk.errors import explain
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. Unprintable text of a file is escaped in the message."""
+    """A checkpoint cannot be written or read. :class:`CheckpointDamage` and :class:`RefusedPickle` are kinds of it.
+
+    Unprintable text of a file is escaped in the message.
+
+    Examples:
+        >>> try:
+        ...     restored = session.checkpoints.load("checkpoints")
+        ... except shardwise.CheckpointError as error:
+        ...     print(f"cannot resume: {error}")
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
@@ -65,15 +74,32 @@ def parameter_of(name: str) -> str:
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint of any format, read lazily. No code in it is executed."""
+    """A checkpoint of any format, read lazily. No code in it is executed.
+
+    ``model/<name>`` is a parameter or buffer, and ``optimizer/<i>/<name>/<key>`` the state of a parameter in optimizer
+    ``i``. A tied parameter has its first name.
+
+    Examples:
+        >>> path = session.checkpoints.save("checkpoints")
+        >>> with shardwise.open_checkpoint("checkpoints") as source:
+        ...     for name, info in source.tensors().items():
+        ...         values = source.read(name, 0, info.numel).reshape(info.shape)
+    """
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Return every global tensor by name."""
+        """Return shape and dtype of every global tensor by name: objects with ``shape``, ``dtype``, ``numel`` and
+        ``nbytes``.
+        """
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Return elements ``[start, start + numel)`` of the flattened tensor: 1-D, on the CPU, in its stored dtype.
 
         Only the required bytes are read.
+
+        Args:
+            name: a name of :meth:`tensors`.
+            start: index of the first element in the flattened tensor.
+            numel: number of elements to read.
 
         Raises:
             KeyError: there is no such tensor.
@@ -89,7 +115,13 @@ class CheckpointSource(Protocol):
 
 
 class OpenSource(CheckpointSource, Protocol):
-    """A source that the end of a ``with`` block closes."""
+    """A :class:`CheckpointSource` that the end of a ``with`` block closes: the result of :func:`open_checkpoint`.
+
+    Examples:
+        >>> path = session.checkpoints.save("checkpoints")
+        >>> with shardwise.open_checkpoint("checkpoints") as source:
+        ...     weight = source.read("model/weight", 0, 8)
+    """
 
     def __enter__(self) -> CheckpointSource: ...
     def __exit__(self, *exception: object) -> None: ...
@@ -98,9 +130,11 @@ class OpenSource(CheckpointSource, Protocol):
 class CheckpointDamage(CheckpointError):
     """Bytes of a checkpoint are missing or differ from those that were written; the message names file and tensor.
 
+    It is a :class:`CheckpointError`.
+
     Args:
-        problem: the damage.
-        advice: the action that helps.
+        problem: what is missing or changed, and where.
+        advice: what to do, for the end of the message.
     """
 
     def __init__(self, problem: str, advice: str = "load another copy") -> None:

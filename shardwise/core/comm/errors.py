@@ -10,4 +10,11 @@ UNREACHED = (
 
 
 class PeerError(RuntimeError):
-    """A rank of the group died, left, failed, timed out, or runs another operation. The message names it."""
+    """A rank of the group died, left, failed, timed out, or runs another operation. The message names it.
+
+    Examples:
+        >>> try:
+        ...     session.optimizer.step()
+        ... except shardwise.PeerError as error:
+        ...     print(f"stopped, since {error}")
+    """

@@ -59,12 +59,10 @@ def deferred_init() -> Iterator[None]:
     Other tensors of modules (attributes, also in dicts and lists) get their values when the block ends, since nothing
     would request them later. Inside another ``deferred_init()`` it does nothing.
 
-    Raises (from the program inside):
-        RuntimeError: an operation needs the values of a deferred tensor that cannot be replayed.
-
     Inside, ``tensor.device`` is the device that a normal construction would use, and ``device="meta"`` means the CPU.
 
-    Source: the behavior of torchdistx ``deferred_init`` and ColossalAI ``LazyInitContext``.
+    Raises:
+        RuntimeError: an operation in the block needs the values of a deferred tensor that cannot be replayed.
 
     Examples:
         >>> with shardwise.deferred_init():

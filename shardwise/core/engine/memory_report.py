@@ -30,8 +30,8 @@ class MemoryReport:
         peak_copied_bytes: largest ``copied_bytes`` so far.
         idle_bytes: host arrays for the next gather: at most two units, and the prefetched units.
         gradients_bytes: exchange buffers and reduced shards.
-        master_bytes: fp32 masters.
-        optimizer_bytes: optimizer state.
+        master_bytes: fp32 masters of 16-bit parameters.
+        optimizer_bytes: state of the optimizers, such as Adam's moments.
         buffers_bytes: the model's buffers.
         scratch_bytes: memory of the update, kept between steps: gradients of one tile in the update's dtype, and 8 MiB
             for copies of updated weights from the host to a GPU.
@@ -40,6 +40,10 @@ class MemoryReport:
         by_tier: bytes of model data by tier (``"device"``, ``"host"``, ``"disk"``) and kind, without zeros.
         device_peak_bytes: peak of device memory; 0 without a limit of device memory.
         device_capacity_bytes: the limit of device memory; ``None`` if there is no limit.
+
+    Examples:
+        >>> report = session.memory()
+        >>> state_bytes = report.master_bytes + report.optimizer_bytes
     """
 
     parameters_bytes: int

@@ -36,6 +36,10 @@ class ShardedModule(TransparentModule):
 
     Attributes:
         sharded_values, sharded_hooks, sharded_memory: the arguments, under names that shadow none of the module.
+
+    Examples:
+        >>> outputs = session.module(inputs)
+        >>> state = session.module.state_dict()
     """
 
     sharded_values: ParameterValues
@@ -132,6 +136,11 @@ class ShardedModule(TransparentModule):
 
         Raises:
             ValueError: the plan reduces in every pass (stages 2 and 3), or updates during backward.
+
+        Examples:
+            >>> session = shardwise.shard(model, optimizer, stage=1)
+            >>> with session.module.no_sync():
+            ...     session.backward(session.module(inputs).square().mean())
         """
         return self.sharded_values.grads.no_sync()
 

@@ -281,7 +281,8 @@ class OneParameter:
             own: it is this rank's shard.
 
         Raises:
-            ValueError, PeerError: see :meth:`set_value`.
+            ValueError: the number of elements is wrong, or ranks give different full values; nothing has changed.
+            PeerError: another rank's shape does not fit.
             RuntimeError: no optimizer has it, or it has no state yet.
             KeyError: the state has no such entry.
         """

@@ -52,6 +52,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         updates: applies the gradients, tile by tile.
         full_state: converts between the full state and this rank's shards of it.
         steps_ended: number of steps that updated, or that were skipped because of an overflow.
+
+    Examples:
+        >>> session.optimizer.backward(session.module(inputs).square().mean())
+        >>> norm = session.optimizer.clip_grad_by_norm(1.0)
+        >>> session.optimizer.step()
     """
 
     def __init__(
@@ -488,6 +493,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: ``norm_type`` is not the one that the plan has steps compute.
+
+        Examples:
+            >>> session.backward(session.module(inputs).square().mean())
+            >>> norm = session.optimizer.get_grad_norm()
         """
         of_steps = self._shards.plan.grad.norm_type
         if norm_type not in (None, of_steps):

@@ -27,6 +27,12 @@ class DeviceMemoryError(RuntimeError):
 
     Attributes:
         announced: whether every rank of the gathering group raises this error, too.
+
+    Examples:
+        >>> try:
+        ...     session.optimizer.step()
+        ... except shardwise.DeviceMemoryError as error:
+        ...     print(error)  # bytes by kind
     """
 
     announced = False

@@ -49,7 +49,11 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Axes:
-    """The groups of a :class:`Mesh`, whose attributes say what they are."""
+    """The groups of a :class:`Mesh`, whose attributes say what they are.
+
+    ``wire`` and ``ring`` are point-to-point channels between the ranks of ``pipeline`` and ``sequence``; ``None`` for
+    one rank.
+    """
 
     shard: Group
     replicate: Group
@@ -93,13 +97,10 @@ class Mesh(_Axes):
         stage_group (Group): the ranks of the same pipeline stage; ``mesh_group`` itself if there is one stage.
         mesh_group (Group): all ranks of the mesh; ``world`` itself without tensor and pipeline parallelism.
         model_parallel (Group | None): the ranks that hold the other parts of the same model: those of ``tensor`` and
-            ``pipeline``, or the group given to :meth:`join_model_parallel`; ``None`` if there are none.
-        joined (Group | None): the group given to :meth:`join_model_parallel`; ``None`` if none was given.
-        members (Members | None): the process group that the mesh was made over; ``None``: all ranks.
-        wire (P2PChannel | None): point-to-point channel between the ranks of ``pipeline``; ``None`` if there is one
-            rank.
-        ring (P2PChannel | None): point-to-point channel between the ranks of ``sequence``; ``None`` if there is one
-            rank.
+            ``pipeline``, or DeepSpeed's ``mpu``; ``None`` if there are none.
+
+    Examples:
+        >>> rank, size = session.mesh.rank, session.mesh.size
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Mesh(_Axes):
         self.ranks = ranks
         self.members = maker.members if maker is not None else None
         self.model_parallel: Group | None = axes.model if axes.model.size > 1 else None
-        self.joined: Group | None = None
+        self.joined: Group | None = None  # given to join_model_parallel
         self._parts: tuple[int, ...] | None = None
         self.device_mesh = device_mesh
         self._makers = [] if maker is None else [maker]
@@ -143,10 +144,9 @@ class Mesh(_Axes):
             RuntimeError: a launcher started several processes, and there is no process group, or one of one rank.
 
         Examples:
-            >>> from shardwise.core.mesh import Mesh
             >>> from shardwise.plan import zero
             >>> plan, device = zero(2), shardwise.init_distributed()
-            >>> mesh = Mesh.create(plan.mesh, device, plan.comm)
+            >>> mesh = shardwise.Mesh.create(plan.mesh, device, plan.comm)
             >>> session = shardwise.build(model, optimizer, plan, mesh)
         """
         device = own_device(torch.device(device))

@@ -366,7 +366,7 @@ class CPUAdam(_Adam):
 
     Args:
         model_params: parameters, or dicts of parameter groups.
-        lr: learning rate.
+        lr: learning rate of groups without one of their own.
         bias_correction: divide the moments by ``1 - beta**step``.
         betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the denominator.
@@ -425,8 +425,16 @@ class HybridAdam(CPUAdam):
     """Adam and AdamW for a model with parameters on the host, on GPUs, or on both.
 
     Args:
-        model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode: as for :class:`CPUAdam`.
-        nvme_offload_fraction, nvme_offload_dir: as for :class:`CPUAdam`.
+        model_params: parameters, or dicts of parameter groups.
+        lr: learning rate of groups without one of their own.
+        bias_correction: divide the moments by ``1 - beta**step``.
+        betas: decay rates of the running averages of the gradient and of its square.
+        eps: added to the denominator.
+        weight_decay: decoupled from the gradient (AdamW) or L2, see ``adamw_mode``.
+        adamw_mode: decoupled weight decay; ``False``: L2, added to the gradient.
+        nvme_offload_fraction: fraction of the moments of host parameters that is on disk between steps, in units of
+            full parameters. ``state_dict`` reads them back.
+        nvme_offload_dir: directory of the files; ``None``: the system's temporary directory.
         defaults: default options of parameter groups; see :meth:`CPUAdam.add_param_group`.
 
     Raises:
@@ -471,9 +479,14 @@ class FusedAdam(_Adam):
     """Adam and AdamW for parameters on a GPU. Parameters on the host are updated on the host.
 
     Args:
-        params, lr, bias_correction, betas, eps, adamw_mode, weight_decay: as for :class:`CPUAdam`, in the order of the
-            published class.
-        amsgrad: must be ``False``.
+        params: parameters, or dicts of parameter groups.
+        lr: learning rate of groups without one of their own.
+        bias_correction: divide the moments by ``1 - beta**step``.
+        betas: decay rates of the running averages of the gradient and of its square.
+        eps: added to the denominator.
+        adamw_mode: decoupled weight decay; ``False``: L2, added to the gradient.
+        weight_decay: decoupled from the gradient (AdamW) or L2, see ``adamw_mode``.
+        amsgrad: must be ``False``: there is no AMSGrad.
         set_grad_none: default of ``zero_grad()``: set gradients to None (``True``) or to zero.
 
     Raises:
@@ -526,8 +539,11 @@ class FusedAdam(_Adam):
 
         Args:
             closure: recomputes the loss and returns it; run with gradients enabled.
-            grads, output_params, scale, grad_norms: must be ``None``.
-            div_scale: as for :class:`CPUAdam`.
+            grads: must be ``None``: gradients are read from the parameters.
+            output_params: must be ``None``: parameters are updated in place.
+            scale: must be ``None``: give ``div_scale``.
+            grad_norms: must be ``None``: clip gradients before the step.
+            div_scale: divide gradients by this number in the update, without changing ``.grad``; -1: no division.
 
         Returns:
             The result of ``closure``.

@@ -16,11 +16,14 @@ class FusedSGD(torch.optim.SGD):
     Args:
         params: parameters, or groups of them.
         lr: learning rate, which has to be given.
-        momentum, dampening, weight_decay, nesterov: see ``torch.optim.SGD``.
+        momentum: factor of the previous update; 0: no momentum.
+        dampening: fraction of the gradient that momentum leaves out.
+        weight_decay: L2 penalty, added to the gradient.
+        nesterov: Nesterov momentum.
         wd_after_momentum: False; decay is added to gradients.
 
     Raises:
-        NotImplementedError: ``wd_after_momentum``.
+        NotImplementedError: ``wd_after_momentum`` is True.
         ValueError: a number is out of its range, or ``nesterov`` without momentum.
 
     Examples:

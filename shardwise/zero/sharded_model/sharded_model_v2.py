@@ -75,6 +75,14 @@ class ShardedModelV2(ModelFront):
         ValueError: a parameter was created outside of ``ZeroInitContext``, or parameters have different dtypes or
             devices; an argument out of range; a group that this rank does not belong to, or groups that differ.
         TypeError: the module is sharded already, or ``shard_strategy`` is not a strategy.
+
+    Examples:
+        >>> from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
+        >>> strategy = TensorShardStrategy()
+        >>> with ZeroInitContext("cpu", strategy, shard_param=True, convert_fp16=False):
+        ...     model = torch.nn.Linear(8, 4)
+        >>> model = ShardedModelV2(model, strategy)
+        >>> optimizer = ShardedOptimizerV2(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     """
 
     def __init__(

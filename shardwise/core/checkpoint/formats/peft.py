@@ -120,6 +120,15 @@ def write_peft(
         CheckpointError: no configuration, no parameters of that adapter, an adapter type other than LoRA, or a trained
             parameter of the adapter has no place in the file.
         NotADirectoryError: ``path`` is a file.
+
+    Examples:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(8, 4))
+        >>> adapted = get_peft_model(layers, LoraConfig(r=2, target_modules=["0"]))
+        >>> session = shardwise.shard(adapted, torch.optim.AdamW(adapted.parameters()))
+        >>> path = session.checkpoints.save("lora")
+        >>> with shardwise.open_checkpoint("lora") as source:
+        ...     files = shardwise.write_peft(source, "adapter")
     """
     saved_config = source.state().get("peft") or (source.state().get("adapters") or {}).get(adapter)
     settings = _settings(config if config is not None else saved_config, path)

@@ -34,7 +34,7 @@ from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, 
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """Arguments of ``open_checkpoint`` for a format.
+    """Arguments of :func:`open_checkpoint` for a format, passed to :attr:`Format.open`.
 
     Attributes:
         optimizer: the optimizer's own directory.
@@ -47,7 +47,7 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class Format:
-    """A checkpoint format.
+    """A checkpoint format, for :func:`register_format`.
 
     Attributes:
         name: value of ``open_checkpoint(format=...)``.
@@ -242,8 +242,7 @@ def register_format(format: Format) -> Callable[[], None]:
     """Register a format, so that its checkpoints are recognized, opened and written like those of the built-in formats.
 
     Args:
-        format: a ``Format`` of ``shardwise.core.checkpoint.formats``: its name, and functions that recognize, open and
-            write it.
+        format: a :class:`Format`: its name, and functions that recognize, open and write it.
 
     Returns:
         A function that removes the format again.
@@ -251,6 +250,13 @@ def register_format(format: Format) -> Callable[[], None]:
     Raises:
         TypeError: ``format`` is not a :class:`Format`.
         ValueError: a format of that name exists.
+
+    Examples:
+        >>> def open_npz(path, options):
+        ...     raise shardwise.CheckpointError(f"{path} cannot be opened yet")
+        >>> form = shardwise.Format("npz", lambda path: path.suffix == ".npz", open_npz, of_file=True)
+        >>> take_back = shardwise.register_format(form)
+        >>> take_back()
     """
     if not isinstance(format, Format):
         raise TypeError(f"register_format({format!r:.80}): give a Format")

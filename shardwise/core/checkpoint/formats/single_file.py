@@ -144,6 +144,10 @@ def write_single(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
         ValueError: the name has neither of these suffixes.
         CheckpointError: the source has no model.
         OSError: the file cannot be written; an earlier file is unchanged.
+
+    Examples:
+        >>> with shardwise.open_checkpoint("checkpoints") as source:
+        ...     path = shardwise.write_single(source, "model.safetensors", dtype=torch.bfloat16)
     """
     file = _target(path)
     torchs = file.suffix in TORCH_SUFFIXES

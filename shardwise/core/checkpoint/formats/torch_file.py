@@ -32,7 +32,10 @@ MARGIN_BYTES = 8 << 20
 
 
 class RefusedPickle(CheckpointError):
-    """A file can only be read by building objects of arbitrary classes, which can run any code."""
+    """A file can only be read by building objects of arbitrary classes, which can run any code.
+
+    It is a :class:`CheckpointError`, and its message names the classes.
+    """
 
 
 def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:

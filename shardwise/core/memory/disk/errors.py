@@ -20,10 +20,16 @@ _ADVICE = {
 
 
 class DiskError(RuntimeError):
-    """An operation of the disk tier failed. What was committed before is intact.
+    """An operation of NVMe offload failed. What was stored before is intact.
 
     Attributes:
         errno: the system's error number; 0 without one (a wrong checksum, a short file).
+
+    Examples:
+        >>> try:
+        ...     session.optimizer.step()
+        ... except shardwise.DiskError as error:
+        ...     print(f"error {error.errno} of the disk")
     """
 
     def __init__(self, message: str, errno: int = 0) -> None:

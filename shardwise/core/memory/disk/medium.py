@@ -84,6 +84,22 @@ def register_medium(name: str, open: OpenMedium) -> Callable[[], None]:
     Raises:
         TypeError: ``name`` is not a string, or ``open`` is not callable.
         ValueError: the name is taken.
+
+    Examples:
+        >>> class InMemory:
+        ...     def __init__(self):
+        ...         self.blocks = {}
+        ...     def reserve(self, nbytes):
+        ...         pass
+        ...     def read(self, offset, memory):
+        ...         memory[:] = self.blocks[offset]
+        ...     def write(self, offset, memory):
+        ...         self.blocks[offset] = bytes(memory)
+        ...     def close(self):
+        ...         self.blocks.clear()
+        >>> take_back = shardwise.register_medium("memory", lambda disk_plan, rank: InMemory())
+        >>> plan = shardwise.Settings(stage=3, offload="host").plan()
+        >>> take_back()
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name={name!r:.80}: give a name, for DiskPlan(medium=...)")

@@ -298,6 +298,10 @@ def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only:
         width: the largest number of columns, 40 or more.
         rows: about the largest number of lines.
         ascii_only: use ASCII characters only.
+
+    Examples:
+        >>> stats = shardwise.trace_memory(torch.nn.Linear(8, 4), torch.randn(2, 8))
+        >>> text = shardwise.timeline_text(stats, width=80)
     """
     model, other, mark = ("#", ".", "<") if ascii_only else ("█", "░", "◀")
     columns = _columns(stats.moments, rows)
@@ -356,6 +360,9 @@ def draw_tiers(
         by_tier: tier (``device``, ``host``, ``disk``) to bytes by kind (``parameters``, ``gathered``, ...).
         capacities: capacities of the tiers in bytes; a tier that is missing or None has no known limit.
         title: title of the picture.
+
+    Examples:
+        >>> svg = shardwise.draw_tiers(session.memory().by_tier, {"device": 24 * 2**30})
     """
     kinds = _kinds(by_tier)
     scale = _scale(by_tier, capacities)
@@ -412,8 +419,8 @@ def tiers_text(
     """Return a bar for each tier as text. A ``|`` marks the end of a capacity.
 
     Args:
-        by_tier: as for :func:`draw_tiers`.
-        capacities: as for :func:`draw_tiers`.
+        by_tier: tier (``device``, ``host``, ``disk``) to bytes by kind, as of :class:`MemoryReport`.
+        capacities: capacities of the tiers in bytes; a tier that is missing or None has no known limit.
         width: characters in a line.
 
     Examples:
@@ -481,6 +488,10 @@ def dump_memory_stats(stats: MemStats, path: str | os.PathLike[str]) -> None:
     Args:
         stats: the trace.
         path: the file, which is replaced.
+
+    Examples:
+        >>> stats = shardwise.trace_memory(torch.nn.Linear(8, 4), torch.randn(2, 8))
+        >>> shardwise.dump_memory_stats(stats, "trace.txt")
     """
     Path(path).write_text(stats_table(stats), encoding="utf-8")
 

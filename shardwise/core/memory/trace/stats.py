@@ -66,6 +66,10 @@ class MemStats:
         device: name of the device, such as ``cpu`` or ``cuda:0``.
         capacity_bytes: capacity of the device; ``None`` if it has no known limit.
         gathered_bytes: size of each unit when it is gathered.
+
+    Examples:
+        >>> stats = shardwise.trace_memory(torch.nn.Linear(8, 4), torch.randn(2, 8))
+        >>> highest = stats.moments[stats.peak_index]
     """
 
     moments: Sequence[Moment]

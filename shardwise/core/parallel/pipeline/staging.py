@@ -33,6 +33,9 @@ class Body:
         everywhere: modules that every stage calls (rotary embeddings; outside of the body, modules that change the
             inputs, by their name in the model). They may not have trainable parameters.
         tuples: a layer returns a tuple whose first element is the hidden state.
+
+    Examples:
+        >>> body = shardwise.Body(layers="blocks", tokens="embedding", before=("dropout",))
     """
 
     layers: str = "layers"
@@ -62,7 +65,12 @@ TABLES: dict[str, Body] = {f"{name}Model": _ROTARY for name in _LLAMA_LIKE} | {
 
 
 def known_bodies() -> tuple[str, ...]:
-    """Return the names of all registered classes, sorted."""
+    """Return the names of all registered classes, sorted.
+
+    Examples:
+        >>> "LlamaModel" in shardwise.known_bodies()
+        True
+    """
     return tuple(sorted(TABLES))
 
 

@@ -27,6 +27,9 @@ class SequenceBody:
         positions: how the model computes missing ``position_ids``: ``"count"`` (0, 1, 2, ...), ``"mask"`` (counted
             without padding), or ``"none"`` (the model has no positions).
         packed: positions that restart mark another packed sequence, which does not attend to the one before.
+
+    Examples:
+        >>> body = shardwise.SequenceBody(end="norm", positions="count")
     """
 
     end: str = ""
@@ -50,7 +53,12 @@ TABLES: dict[str, SequenceBody] = {f"{name}Model": SequenceBody() for name in _L
 
 
 def known_sequences() -> tuple[str, ...]:
-    """Return the names of all registered classes, sorted."""
+    """Return the names of all registered classes, sorted.
+
+    Examples:
+        >>> "LlamaModel" in shardwise.known_sequences()
+        True
+    """
     return tuple(sorted(TABLES))
 
 

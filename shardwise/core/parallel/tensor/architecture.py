@@ -25,6 +25,17 @@ class Architecture:
         name: used in error messages.
         modules: rules by class name. The rules of a class also apply to its subclasses. Layers without a rule are
             replicated on every rank.
+
+    Examples:
+        >>> from shardwise import Architecture, Attention, Embedding, Head, Mlp
+        >>> rules = Architecture(
+        ...     "my-model",
+        ...     {
+        ...         "SelfAttention": (Attention(query="q", key="k", value="v", out="o"),),
+        ...         "FeedForward": (Mlp(columns=("gate", "up"), rows=("down",)),),
+        ...         "MyModel": (Embedding("embed_tokens"), Head("lm_head")),
+        ...     },
+        ... )
     """
 
     name: str
@@ -72,7 +83,12 @@ def register_architecture(architecture: Architecture) -> Callable[[], None]:
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Return the names of all registered architectures, sorted."""
+    """Return the names of all registered architectures, sorted.
+
+    Examples:
+        >>> "llama" in shardwise.known_architectures()
+        True
+    """
     return tuple(sorted(_KNOWN))
 
 
@@ -206,6 +222,11 @@ def propose_architecture(model: nn.Module) -> Architecture:
 
     Raises:
         ValueError: the model has no plan, or its plan has an entry that no rule covers.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> llama = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2))
+        >>> rules = shardwise.propose_architecture(llama)
     """
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if not plan:

@@ -22,7 +22,9 @@ class Attention:
     Paths are names of submodules, relative to the module of the rule. An empty path means that the module has none.
 
     Attributes:
-        query, key, value: linear layers that project to queries, keys and values.
+        query: the linear layer that projects to queries.
+        key: the linear layer that projects to keys.
+        value: the linear layer that projects to values.
         fused: one layer that projects to queries, keys and values, or, together with ``query``, to keys and values.
         layout: order of the outputs of ``fused``: all queries, all keys, all values (``"blocks"``), or the queries, key
             and value of each key/value head (``"groups"``).
@@ -39,6 +41,9 @@ class Attention:
         arguments: names of forward arguments that have values for all heads (alibi).
         crossed: names of forward arguments that provide keys and values of another sequence (cross-attention).
         replicated: modules before the projections or after ``out`` whose parameters are replicated on all ranks.
+
+    Examples:
+        >>> rule = shardwise.Attention(query="q_proj", key="k_proj", value="v_proj", out="o_proj")
     """
 
     attends: ClassVar[bool] = True
@@ -175,6 +180,9 @@ class Mlp:
         grad_allreduce: paths of the modules between them (activations) whose parameters are single numbers that apply
             to all elements.
         replicated: paths of modules before or after these layers whose parameters are replicated on all ranks.
+
+    Examples:
+        >>> rule = shardwise.Mlp(columns=("gate_proj", "up_proj"), rows=("down_proj",))
     """
 
     columns: tuple[str, ...]
@@ -289,6 +297,9 @@ class Embedding:
 
     Attributes:
         path: path of the embedding.
+
+    Examples:
+        >>> rule = shardwise.Embedding("embed_tokens")
     """
 
     path: str
@@ -308,6 +319,9 @@ class Head:
     Attributes:
         path: path of the linear layer.
         parallel: whether logits may stay sharded: the model uses them only element-wise or in its ``loss_function``.
+
+    Examples:
+        >>> rule = shardwise.Head("lm_head")
     """
 
     path: str

@@ -607,12 +607,13 @@ class ModuleRules:
 
 
 class Rule(Protocol):
-    """Declares how modules of a class are sharded."""
+    """Declares how modules of a class are sharded: :class:`Attention`, :class:`Mlp`, or a rule of your own."""
 
     def collect(self, rules: ModuleRules) -> None:
         """Declare the sharding in ``rules.tp_plan``.
 
         Raises:
-            TypeError, ValueError: the module has other layers or sizes than the rule supports.
+            TypeError: the module has layers of other classes than the rule supports.
+            ValueError: the module has other layers or sizes than the rule supports.
         """
         ...
