@@ -22,7 +22,7 @@ from typing import Any
 
 from shardwise.cli.errors import BadInput, option
 from shardwise.cli.parser import texts
-from shardwise.cli.trace import call, guarded, load_module, make_optimizer, split_target
+from shardwise.cli.trace import call_on_meta, guarded, load_module, make_optimizer, split_target
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.validate import MOST_RANKS, integer
 
@@ -101,8 +101,7 @@ def _model(target: str) -> Any:
         raise BadInput(f"{target}: name a function of it that returns a model, as in {target}:build")
     if ":" in target and not os.path.isdir(target):
         source, function = split_target(target)
-        with torch.device("meta"):
-            made = call(load_module(source), function, target)
+        made = call_on_meta(load_module(source), function, target)
         model = made[0] if isinstance(made, tuple) and made else made
         if not isinstance(model, torch.nn.Module):
             raise BadInput(f"{target} returned {type(made).__name__}: return a torch.nn.Module")

@@ -75,6 +75,8 @@ def test_error_shows_accounts_and_advice() -> None:
     assert text.index("masters and optimizer state: 7 KiB") < text.index("parameter shards: 2 KiB")
     assert text.index(ADVICE["masters and optimizer state"]) < text.index(ADVICE["parameter shards"])
     assert "gradients: " not in text and ADVICE["gradients"] not in text
+    for name in re.findall(r"\w+_\w+", "".join(ADVICE.values())):  # in the plan, or of torch
+        assert name == "register_buffer" or zero(3).but(**{name: 0.0}) is not None
     ledger.account("gathered parameters", lambda: 3 * KIB)
     raises(DeviceMemoryError, "There is no room for the model. The device holds", ledger.require, 0, "the model")
 
