@@ -1,9 +1,9 @@
 """Print the memory that parameters, gradients and optimizer state take on one rank. Nothing is allocated.
 
 MODEL is a folder with a Hugging Face config.json, the name of a cached model of the Hugging Face hub, or a function of
-a Python file or module that returns a model. The model is created on the meta device, in fp32. Options have the names
-and meanings of the settings of shardwise.shard(), except that --offload disk stands for any directory. Activations and
-gathered layers are not included.
+a Python file or module that returns a model. The model is created on the meta device if it can be, and from a
+config.json in fp32. Options have the names and meanings of the settings of shardwise.shard(), except that --offload
+disk stands for any directory. Activations and gathered layers are not included.
 
 examples:
   shardwise estimate llama/ --stage 3 --ranks 8 --offload host

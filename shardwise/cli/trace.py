@@ -2,7 +2,8 @@
 
 FUNCTION takes no arguments and returns a model, (model, batch) or (model, batch, loss). The batch is a tensor, a tuple
 of arguments or a dict of keyword arguments; loss(model, batch) returns the scalar loss. With --device meta nothing is
-allocated or computed. --stats draws a trace that --json or MemStats.save has saved.
+allocated or computed, and FUNCTION runs on that device, too, if it can. --stats draws a trace that --json or
+MemStats.save has saved.
 
 examples:
   shardwise trace train.py:build --batch first_batch --optimizer AdamW --capacity 24GiB
