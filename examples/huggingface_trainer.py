@@ -1,13 +1,13 @@
 """transformers.Trainer with a shardwise plan: ``shardwise run --nproc 2 examples/huggingface_trainer.py``.
 
-A small GPT-2 with random weights learns bytes of Python's standard library. Give the same ``--output`` to continue.
+A small GPT-2 with random weights learns bytes of Python's standard library. Start it again with more ``--steps`` to
+continue.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 
 import torch
@@ -31,19 +31,19 @@ def main(argv: list[str] | None = None) -> ShardwiseTrainer:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
-    parser.add_argument("--output", default=None)
+    parser.add_argument("--output", default="trainer_output", help="directory that all ranks share")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )
-    output = args.output or tempfile.mkdtemp(prefix="shardwise-gpt2-")
+    Path(args.output).mkdir(parents=True, exist_ok=True)
     data = blocks(144)
     trainer = ShardwiseTrainer(
         GPT2LMHeadModel(config),
         TrainingArguments(
-            output,
+            args.output,
             max_steps=args.steps,
             per_device_train_batch_size=8,
             gradient_accumulation_steps=2,
@@ -62,11 +62,11 @@ def main(argv: list[str] | None = None) -> ShardwiseTrainer:
         train_dataset=data[:128],
         eval_dataset=data[128:],
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(output))
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output))
     trainer.save_model()
     loss = trainer.evaluate()["eval_loss"]
     if trainer.is_world_process_zero():
-        saved = GPT2LMHeadModel.from_pretrained(output)  # a plain model
+        saved = GPT2LMHeadModel.from_pretrained(args.output)  # a plain model
         prompt = torch.tensor([list(b"    def ")])
         with torch.no_grad():
             text = bytes(saved.generate(prompt, max_new_tokens=40, do_sample=True, pad_token_id=0)[0].tolist())

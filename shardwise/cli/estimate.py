@@ -1,9 +1,9 @@
 """Print the memory that parameters, gradients and optimizer state take on one rank. Nothing is allocated.
 
 MODEL is a folder with a Hugging Face config.json, the name of a cached model of the Hugging Face hub, or a function of
-a Python file or module that returns a model. The model is created on the meta device, in fp32. Options have the names
-and meanings of the settings of shardwise.shard(), except that --offload disk stands for any directory. Activations and
-gathered layers are not included.
+a Python file or module that returns a model. The model is created on the meta device if it can be, and from a
+config.json in fp32. Options have the names and meanings of the settings of shardwise.shard(), except that --offload
+disk stands for any directory. Activations and gathered layers are not included.
 
 examples:
   shardwise estimate llama/ --stage 3 --ranks 8 --offload host
@@ -22,7 +22,7 @@ from typing import Any
 
 from shardwise.cli.errors import BadInput, option
 from shardwise.cli.parser import texts
-from shardwise.cli.trace import call, guarded, load_module, make_optimizer, split_target
+from shardwise.cli.trace import call_on_meta, guarded, load_module, make_optimizer, split_target
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.validate import MOST_RANKS, integer
 
@@ -112,8 +112,7 @@ def _model(target: str) -> Any:
 
     if ":" in target and not os.path.isdir(target):
         source, function = split_target(target)
-        with torch.device("meta"):
-            made = call(load_module(source), function, target)
+        made = call_on_meta(load_module(source), function, target)
         model = made[0] if isinstance(made, tuple) and made else made
         if not isinstance(model, torch.nn.Module):
             raise BadInput(f"{target} returned {type(made).__name__}: return a torch.nn.Module")

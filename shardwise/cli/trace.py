@@ -2,7 +2,8 @@
 
 FUNCTION takes no arguments and returns a model, (model, batch) or (model, batch, loss). The batch is a tensor, a tuple
 of arguments or a dict of keyword arguments; loss(model, batch) returns the scalar loss. With --device meta nothing is
-allocated or computed. --stats draws a trace that --json or MemStats.save has saved.
+allocated or computed, and FUNCTION runs on that device, too, if it can. --stats draws a trace that --json or
+MemStats.save has saved.
 
 examples:
   shardwise trace train.py:build --batch first_batch --optimizer AdamW --capacity 24GiB
@@ -21,16 +22,15 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from shardwise.cli.errors import BadInput, check_writable, writing
 from shardwise.cli.parser import size, texts
 from shardwise.core.base.validate import did_you_mean
-
-if TYPE_CHECKING:
-    from shardwise.core.memory.trace.stats import MemStats
+from shardwise.core.memory.trace.stats import NON_MODEL, MemStats
 
 T = TypeVar("T")
 
@@ -71,8 +71,6 @@ def main(options: argparse.Namespace) -> int:
 def _saved(options: argparse.Namespace) -> MemStats:
     from dataclasses import replace
 
-    from shardwise.core.memory.trace.stats import MemStats
-
     for name in ("batch", "optimizer", "device"):
         if getattr(options, name) is not None:
             raise BadInput(f"--{name} {getattr(options, name)}: has no meaning with --stats; leave it out")
@@ -104,7 +102,7 @@ def _show(options: argparse.Namespace, stats: MemStats) -> None:
         width = shutil.get_terminal_size((100, 24)).columns
         print(timeline_text(stats, width, ascii_only=not encoding.startswith("utf")), end="")
     peak = stats.moments[stats.peak_index] if stats.moments else None
-    where = f" at {shortened(peak.name)} ({peak.phase})" if peak else ""
+    where = f" at {shortened(peak.name)} ({peak.phase}), {size_text(peak.non_model_bytes)} {NON_MODEL}" if peak else ""
     capacity = f" of {size_text(stats.capacity_bytes)}" if stats.capacity_bytes is not None else ""
     print(f"peak {size_text(stats.peak_bytes)}{capacity}{where}; picture in {options.out}")
 
@@ -113,16 +111,15 @@ def _traced(options: argparse.Namespace) -> MemStats:
     import torch
     from torch import nn
 
+    from shardwise.core.deferred.construction import adopt
     from shardwise.core.memory.trace.standalone import trace_memory
 
     source, function = split_target(options.target)
     module = load_module(source)
-    made = call(module, function, options.target)
+    made = (call_on_meta if options.device == "meta" else call)(module, function, options.target)
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
-        kinds = (
-            f"({', '.join(type(part).__name__ for part in parts)})" if isinstance(made, tuple) else type(made).__name__
-        )
+        kinds = ", ".join(type(part).__name__ for part in parts) or "()"
         raise BadInput(f"{options.target} returned {kinds}: return a model, (model, batch) or (model, batch, loss)")
     model, batch, loss = (*parts, None, None)[:3]
     if options.batch is not None:
@@ -135,6 +132,9 @@ def _traced(options: argparse.Namespace) -> MemStats:
         except RuntimeError:
             raise BadInput(f"--device {options.device}: no such device; give cpu, cuda, cuda:1 or meta") from None
         try:
+            if device.type == "meta":
+                for each in (*model.parameters(), *model.buffers()):
+                    adopt(each, torch.empty_like(each, device="meta"))  # tied modules share it, unlike after to()
             model, batch = model.to(device), _move(batch, device)
         except (RuntimeError, AssertionError) as problem:
             raise BadInput(f"--device {options.device}: {str(problem).splitlines()[0]}; use cpu or meta") from None
@@ -157,8 +157,7 @@ def load_module(source: str) -> ModuleType:
     """Import a module by its name or file."""
     path = Path(source)
     if path.suffix != ".py" and os.sep not in source:
-        if "" not in sys.path and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, os.getcwd())
         try:
             return guarded(f"importing {source}", lambda: importlib.import_module(source), ModuleNotFoundError)
         except ModuleNotFoundError as problem:
@@ -196,6 +195,15 @@ def call(module: ModuleType, name: str, shown: str) -> Any:
     if needed:
         raise BadInput(f"{shown}: needs arguments ({', '.join(needed)}); give a function that takes none")
     return guarded(f"{shown}()", function)
+
+
+def call_on_meta(module: ModuleType, name: str, shown: str) -> Any:
+    """Call on the meta device, so that the model takes no memory; on the CPU if that fails, as ``from_pretrained``."""
+    import torch
+
+    with suppress(BadInput), torch.device("meta"):
+        return call(module, name, shown)
+    return call(module, name, shown)
 
 
 def guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:

@@ -13,10 +13,10 @@ from shardwise.core.memory.trace.tracker import Tracker
 IDLE_ARRAYS = "idle arrays"
 
 ADVICE = {
-    "parameter shards": "store parameters in host memory (offload_params, offload_param_frac)",
-    "gathered parameters": "shard all parameters (stage 3, shard_param_frac=1.0), use smaller units, prefetch less",
-    "gradients": "use smaller chunks; store gradient shards with optimizer state in host memory (offload)",
-    "masters and optimizer state": "store optimizer state in host memory or on a disk (offload, offload_optim_frac)",
+    "parameter shards": "store more of the parameters in host memory or on a disk (offload, param_host_fraction)",
+    "gathered parameters": "gather fewer parameters at a time (smaller units, gathered_fraction, prefetch)",
+    "gradients": "use smaller units; store more of the gradients with optimizer state (offload, state_host_fraction)",
+    "masters and optimizer state": "store more of the state in host memory or on a disk (offload, state_host_fraction)",
     "buffers": "compute large masks and tables where they are used instead of keeping them (register_buffer)",
     NON_MODEL: "use activation checkpointing or a smaller micro-batch",
 }

@@ -75,6 +75,7 @@ def test_error_shows_accounts_and_advice() -> None:
     assert text.index("masters and optimizer state: 7 KiB") < text.index("parameter shards: 2 KiB")
     assert text.index(ADVICE["masters and optimizer state"]) < text.index(ADVICE["parameter shards"])
     assert "gradients: " not in text and ADVICE["gradients"] not in text
+    assert zero(3).but(**dict.fromkeys(re.findall(r"\w+_fraction", "".join(ADVICE.values())), 0.0)) == zero(3)
     ledger.account("gathered parameters", lambda: 3 * KIB)
     raises(DeviceMemoryError, "There is no room for the model. The device holds", ledger.require, 0, "the model")
 

@@ -230,7 +230,8 @@ def test_invalid_arguments() -> None:
 
 def test_meta_device() -> None:
     def traced(device: str) -> MemStats:
-        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).to(device)
+        masked = Returns(lambda y: y if (y < 9).all() else None)  # without values, a mask is taken as set
+        model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), masked).to(device)
         return trace_memory(model, torch.ones(4, 8).to(device), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
     real, planned = ([(m.name, m.total_bytes) for m in traced(device).moments] for device in ("cpu", "meta"))
@@ -245,23 +246,18 @@ import beside_it
 def build():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.ones(2, 4), lambda m, x: m(x).sum()
 
-def model_only():
-    return nn.Linear(4, 4)
+def tied():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    b.weight = (a, b)[torch.zeros(1).int().item()].weight  # a value, which the meta device does not have
+    return nn.Sequential(a, b), torch.ones(2, 4)
 
-def fixed():
-    return model_only().requires_grad_(False), torch.ones(1, 4)
-
-def wrong():
-    return "a model"
-
-def needs(size):
-    return size
-
-def raises():
-    raise KeyError("no such layer")
-
-def shapes():
-    return model_only(), torch.ones(1, 7)
+def huge(): return nn.Linear(1 << 20, 1 << 20), torch.ones(1, 1 << 20)
+def model_only(): return nn.Linear(4, 4)
+def fixed(): return model_only().requires_grad_(False), torch.ones(1, 4)
+def wrong(): return "a model"
+def needs(size): return size
+def raises(): raise KeyError("no such layer")
+def shapes(): return model_only(), torch.ones(1, 7)
 """
 
 
@@ -300,6 +296,13 @@ def test_output_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.count("\n") == 1 and "capacity 1 GiB" in (folder / "q.svg").read_text()
     raises(SystemExit, "2", run, "traced_models.py:build", "--capacity", "3apples")
     assert "--capacity: '3apples' is not a size" in capsys.readouterr().err
+
+
+def test_model_is_built_on_the_meta_device(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, device in (("tied", "cpu"), ("tied", "meta"), ("huge", "meta")):
+        assert run(f"traced_models.py:{name}", "--device", device, "--quiet") == 0
+    real, planned, huge = capsys.readouterr().out.splitlines()
+    assert real == planned and huge.startswith("peak 8 TiB at Linear (backward), 4 TiB activations and the rest; ")
 
 
 def test_command_errors_are_one_line(folder: Path) -> None:

@@ -44,7 +44,7 @@ def trace_memory(
 
     Args:
         model: a model on one device, in its current mode. On the meta device nothing is computed, and the trace has the
-            bytes that a real device would need.
+            bytes that a real device would need. Each condition on values, such as ``if mask.all()``, counts as true.
         batch: a tensor, a tuple or list of arguments, or a dict of keyword arguments; with ``loss``, its argument.
         loss: computes a scalar from model and batch. Default: the output's ``loss``, or the sum of the means of all
             floating-point tensors in the output.
@@ -78,7 +78,8 @@ def trace_memory(
     with contextlib.ExitStack() as undo:
         hidden = _keep(model, batch, optimizer, device, undo)
         if optimizer is not None and not optimizer.state:
-            _first_step(model, batch, loss or _default_loss, optimizer)
+            with make_tracker(device, int):
+                _first_step(model, batch, loss or _default_loss, optimizer)
         run = _Run(model, batch, device, optimizer, hidden)
         run.recorder.capacity_bytes = capacity_bytes
         undo.callback(run.remove_hooks)
@@ -90,7 +91,6 @@ def _first_step(model: nn.Module, batch: Batch, loss: Loss, optimizer: torch.opt
     value = _scalar(loss(model, batch))
     if value.requires_grad:
         value.backward()  # type: ignore[no-untyped-call]
-    del value
     optimizer.step()
     for tensor in (*model.parameters(), *_tensors(batch), *(p for g in optimizer.param_groups for p in g["params"])):
         if tensor.is_leaf:
@@ -120,14 +120,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
+        yield from _tensors([*value.values()])
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors(part)
     elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _tensors(getattr(value, each.name))
+        yield from _tensors([getattr(value, each.name) for each in fields(value)])
 
 
 def _device_of(model: nn.Module, batch: Batch) -> torch.device:
@@ -167,8 +165,7 @@ def _keep(
     leaves = list({id(t): t for t in (*model.parameters(), *stepped, *_tensors(batch)) if t.is_leaf}.values())
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     undo.callback(_restore_gradients, gradients)
-    for leaf in leaves:
-        leaf.grad = None
+    _restore_gradients([(leaf, None) for leaf in leaves])
     # Copies are on the host: on the device, they would be part of the measurement.
     buffers = [(m, n, b, _host_copy(b)) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     undo.callback(_restore_buffers, buffers)

@@ -21,8 +21,11 @@ from shardwise.core.base.device import allocator_bytes, runtime
 from shardwise.core.base.tensors import SPARSE, parts_of
 from shardwise.core.base.torch_internals import DispatchMode, each_leaf, is_wrapper, storage_id
 
-# The origin of an operation's outputs: inputs or views of them, new memory, or not stated in the schema.
-Origin = Literal["input", "new", "unknown"]
+# The origin of an operation's outputs: inputs or views of them, new memory, or not stated in the schema; or it reads a
+# value.
+Origin = Literal["input", "new", "unknown", "read"]
+# torch.tensor([...]) is dispatched only as lift_fresh, which returns its argument: the new tensor.
+ORIGINS: dict[str, Origin] = {"aten::lift_fresh": "new", "aten::_local_scalar_dense": "read"}
 
 
 class Tracker:
@@ -242,6 +245,8 @@ class _CountingMode(DispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(argument, Tensor) and argument.layout is torch.strided:
                     storage = argument.untyped_storage()
                     before[storage_id(storage)] = storage.nbytes()
+        if origin == "read" and args[0].is_meta and args[0].dtype is torch.bool:
+            return True  # a condition on values, mostly whether all of a mask is set
         outputs = func(*args, **kwargs)
         self._count.note(outputs, origin, arguments, before)
         return outputs
@@ -251,12 +256,9 @@ def _facts(func: Any) -> tuple[Origin, bool]:
     schema = getattr(func, "_schema", None)
     if schema is None:
         return "unknown", False
-    # torch.tensor([...]) is dispatched only as this operation, which returns its argument: the new tensor.
-    if schema.name == "aten::lift_fresh":
-        return "new", False
     aliased = bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
     resizes = "resize" in schema.name or any(argument.is_out for argument in schema.arguments)
-    return "input" if aliased else "unknown", resizes
+    return ORIGINS.get(schema.name, "input" if aliased else "unknown"), resizes
 
 
 class TensorTracker(Tracker):
