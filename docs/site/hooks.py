@@ -66,10 +66,11 @@ def _description(markdown: str) -> str:
 
 
 def _boost(uri: str) -> float:
-    """How high the search ranks a page: the reference, tables of names and sources of examples come last."""
-    last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/", *OUTSIDE)
+    """How high the search ranks a page: the reference comes after the guides, tables of names and sources of examples last."""
+    last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/index", *OUTSIDE)
     rare = ("index", "booster-plugins", "deepspeed-rare", "disk", "pipelines", "shardformer", "sharded-model")
-    return 2.0 if uri == "troubleshooting.md" else 1e-3 if uri.startswith(last) else 0.5 if uri.startswith(rare) else 1
+    boosts = {last: 1e-3, rare: 0.5, ("reference/",): 0.7, ("troubleshooting",): 2, ("command-line",): 2.5}
+    return next((boost for pages, boost in boosts.items() if uri.startswith(pages)), 1)
 
 
 class _Fetches(HTMLParser):
