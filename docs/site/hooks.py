@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-__all__ = ["fetched", "on_config", "on_files", "on_page_markdown", "on_post_build"]
+__all__ = ["fetched", "on_config", "on_files", "on_page_markdown", "on_post_build", "on_post_page"]
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
@@ -18,6 +19,8 @@ OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
 NOTEBOOK = "examples/notebook.ipynb"
 MODEL = "examples/demo/model.py"
 PROGRAMS = ("examples/*.py", "examples/booster_plugins/*.py", MODEL)
+LONG = 36
+"""Names in tables with more letters may break on wide screens, too."""
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
 
 
@@ -27,10 +30,10 @@ def _programs() -> list[Path]:
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Add the page of each example to the navigation, below the page that lists them."""
-    pages = [{path.name: str(path.with_suffix(".md"))} for path in _programs()]
-    [start] = [entry["Get started"] for entry in config.nav if "Get started" in entry]
-    start[-1]["Examples"].extend(pages)
+    """Show the version in the header, unless it has a selector of versions."""
+    if not config.extra["version"]["provider"]:
+        version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+        config.site_name += f" {version}"
     return config
 
 
@@ -57,6 +60,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(r"\]\(\.\./(examples/[\w/]+)\.py\)", r"](\1.md)", markdown)
     markdown = markdown.replace(f"](../{NOTEBOOK})", f"]({NOTEBOOK})")
     return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Let names in tables break after a dot or an underscore: short ones on narrow screens only (style.css)."""
+
+    def name(match: re.Match[str]) -> str:
+        mark = "<wbr>" if len(match[1]) > LONG else "<wbr class=narrow>"
+        return f"<code>{re.sub(r'(?<=[._(/=])(?=[a-z])', mark, match[1], flags=re.IGNORECASE)}</code>"
+
+    return re.sub(r"<td\b.*?</td>", lambda cell: re.sub(r"<code>([^<>]+)</code>", name, cell[0]), output, flags=re.DOTALL)
 
 
 def _description(markdown: str) -> str:
