@@ -94,7 +94,7 @@ WAYS: dict[tuple[Residency, Residency], tuple[list[tuple[float, float]], tuple[f
 
 def chunk_life() -> str:
     """The table of a chunk's states, with every arrow of it."""
-    parts = [_text(560, 28, "A chunk's life, as one rank has it", 18)]
+    parts = [_text(40, 28, "A chunk's life, as one rank has it", 20, anchor="start")]
     for state, (x, y) in PLACES.items():
         parts.append(_box(x, y, 140, 50, SHARD if state is Residency.SHARDED else WHOLE, state.name))
     for old, new, why in RESIDENCY:
@@ -127,7 +127,7 @@ WAYS_OF_GRADIENTS: dict[tuple[Reduction, Reduction], tuple[list[tuple[float, flo
 
 def gradient_life() -> str:
     """The table of the states of a chunk's gradients, with every arrow of it."""
-    parts = [_text(440, 28, "A chunk's gradients, from backward into the reduced shard", 18)]
+    parts = [_text(40, 28, "A chunk's gradients, from backward into the reduced shard", 20, anchor="start")]
     for state, (x, y) in PLACES_OF_GRADIENTS.items():
         parts.append(_box(x, y, 140, 50, GRADIENT if state is not Reduction.EMPTY else WHOLE, state.name))
     for old, new, why in REDUCTION:
@@ -144,7 +144,7 @@ def divided() -> str:
         ("stages: pp", "some of the layers", (WHOLE,) * 4, (SHARD,) * 4 + (GRADIENT,) * 4),
         ("sequences: sp", "parts of each text", (SHARD, GRADIENT) * 2, (WHOLE,) * 8),
     ]
-    parts = [_text(510, 28, "Four things that two ranks can divide", 18)]
+    parts = [_text(40, 28, "Four things that two ranks can divide", 20, anchor="start")]
     for number, (name, said, texts, layers) in enumerate(ways):
         left = 30 + 245 * number
         parts += [_text(left + 110, 62, name, 15), _text(left + 110, 300, said, 13, SOFT)]

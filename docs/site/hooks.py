@@ -19,7 +19,7 @@ OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
 NOTEBOOK = "examples/notebook.ipynb"
 MODEL = "examples/demo/model.py"
 PROGRAMS = ("examples/*.py", "examples/booster_plugins/*.py", MODEL)
-LONG = 36
+LONG = 38
 """Names in tables with more letters may break on wide screens, too."""
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
 
@@ -67,9 +67,9 @@ def on_post_page(output: str, **_: Any) -> str:
 
     def name(match: re.Match[str]) -> str:
         mark = "<wbr>" if len(match[1]) > LONG else "<wbr class=narrow>"
-        return f"<code>{re.sub(r'(?<=[._(/=])(?=[a-z])', mark, match[1], flags=re.IGNORECASE)}</code>"
+        return f"<code>{re.sub(r'(?<=[._(/=])(?=[a-zA-Z])', mark, match[1])}</code>"
 
-    return re.sub(r"<td\b.*?</td>", lambda cell: re.sub(r"<code>([^<>]+)</code>", name, cell[0]), output, flags=re.DOTALL)
+    return re.sub(r"(?s)<td\b.*?</td>", lambda cell: re.sub(r"<code>([^<>]+)</code>", name, cell[0]), output)
 
 
 def _description(markdown: str) -> str:
@@ -79,9 +79,10 @@ def _description(markdown: str) -> str:
 
 
 def _boost(uri: str) -> float:
-    """How high the search ranks a page: the reference comes after the guides, tables of names and sources of examples last."""
+    """How high the search ranks a page: the guides, then the reference, at last tables of names and examples."""
     last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/index", *OUTSIDE)
-    rare = ("index", "booster-plugins", "deepspeed-rare", "disk", "pipelines", "shardformer", "sharded-model")
+    rare = ("index", "benchmarks", "versions", "booster-plugins", "deepspeed-rare", "disk", "pipelines", "shardformer")
+    rare += ("sharded-model",)
     boosts = {last: 1e-3, rare: 0.5, ("reference/",): 0.7, ("troubleshooting",): 2, ("command-line",): 2.5}
     return next((boost for pages, boost in boosts.items() if uri.startswith(pages)), 1)
 

@@ -7,7 +7,7 @@ Worker.prototype.postMessage = function (message, ...rest) {
   if (message.type === QUERY && !message.data.includes('"')) {
     const words = message.data.replace(/(^|\s)-+/g, "$1").replace(/\b(zero|stage)(?=\d)/gi, "$1 ").match(/\S+/g) || []
     const exact = words.map((word, i) =>
-      /\w\.\w+$/.test(word) ? word.replace(/\.(?=\w+$)/, "^1 ") + "^3" : i < words.length - 1 ? word + "^1" : word)
+      /\w\.\w+$/.test(word) ? word.replace(/\.(?=\w+$)/, "^1 ") + "^2" : i < words.length - 1 ? word + "^1" : word)
     const fuzzy = words.filter(word => /^\w{6,}$/.test(word)).map(word => word + "~1")
     message = { ...message, data: [...exact, ...fuzzy].join(" ") }
   }
