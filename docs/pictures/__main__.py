@@ -23,9 +23,9 @@ def _text(x: float, y: float, text: str, size: int = 14, color: str = INK, ancho
     return f"<text x='{x}' y='{y}' {style}>{escape(text)}</text>"
 
 
-def _box(x: float, y: float, width: float, height: float, fill: str, *lines: str) -> str:
-    middle = y + height / 2 + 5 - 9 * (len(lines) - 1)
-    words = "".join(_text(x + width / 2, middle + 18 * row, line) for row, line in enumerate(lines))
+def _box(x: float, y: float, width: float, height: float, fill: str, *lines: str, size: int = 14) -> str:
+    middle = y + height / 2 + 5 - (size + 4) / 2 * (len(lines) - 1)
+    words = "".join(_text(x + width / 2, middle + (size + 4) * row, line, size) for row, line in enumerate(lines))
     return f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='6' fill='{fill}' stroke='{LINE}'/>{words}"
 
 
@@ -57,19 +57,19 @@ def one_step() -> str:
         ("step", UPDATE, ("update masters,", "cast to the shard")),
     ]
     width, left, wide, gap = 1010, 90, 150, 34
-    parts = [_text(width / 2, 28, "One step at stage 3, two ranks", 18)]
+    parts = [_text(left, 28, "One step at stage 3, two ranks", 20, anchor="start")]
     for number, (phase, fill, lines) in enumerate(columns):
         x = left + number * (wide + gap)
-        parts.append(_text(x + wide / 2, 62, phase, 14, SOFT))
-        parts += [_box(x, y, wide, 64, fill, *lines) for y in (80, 210)]
+        parts.append(_text(x + wide / 2, 64, phase, 16, SOFT))
+        parts += [_box(x, y, wide, 64, fill, *lines, size=16) for y in (80, 210)]
         if number:
             parts += [_arrow([(x - gap + 3, y + 32), (x - 4, y + 32)]) for y in (80, 210)]
         if number in (1, 2, 3):  # the ranks send to each other
             parts.append(_arrow([(x + 60, 146), (x + 60, 207)]))
             parts.append(_arrow([(x + 90, 208), (x + 90, 147)]))
-    parts += [_text(44, y + 37, f"rank {rank}", 14, SOFT) for rank, y in enumerate((80, 210))]
+    parts += [_text(44, y + 37, f"rank {rank}", 16, SOFT) for rank, y in enumerate((80, 210))]
     said = "For every layer. While one layer computes, the next is gathered and the gradients of the last are reduced."
-    return _picture(width, 330, "One step", [*parts, _text(width / 2, 308, said, 13, SOFT)])
+    return _picture(width, 330, "One step", [*parts, _text(left, 308, said, 16, SOFT, anchor="start")])
 
 
 PLACES = {
@@ -94,7 +94,7 @@ WAYS: dict[tuple[Residency, Residency], tuple[list[tuple[float, float]], tuple[f
 
 def chunk_life() -> str:
     """The table of a chunk's states, with every arrow of it."""
-    parts = [_text(560, 28, "A chunk's life, as one rank has it", 18)]
+    parts = [_text(40, 28, "A chunk's life, as one rank has it", 20, anchor="start")]
     for state, (x, y) in PLACES.items():
         parts.append(_box(x, y, 140, 50, SHARD if state is Residency.SHARDED else WHOLE, state.name))
     for old, new, why in RESIDENCY:
@@ -127,7 +127,7 @@ WAYS_OF_GRADIENTS: dict[tuple[Reduction, Reduction], tuple[list[tuple[float, flo
 
 def gradient_life() -> str:
     """The table of the states of a chunk's gradients, with every arrow of it."""
-    parts = [_text(440, 28, "A chunk's gradients, from backward into the reduced shard", 18)]
+    parts = [_text(40, 28, "A chunk's gradients, from backward into the reduced shard", 20, anchor="start")]
     for state, (x, y) in PLACES_OF_GRADIENTS.items():
         parts.append(_box(x, y, 140, 50, GRADIENT if state is not Reduction.EMPTY else WHOLE, state.name))
     for old, new, why in REDUCTION:
@@ -144,7 +144,7 @@ def divided() -> str:
         ("stages: pp", "some of the layers", (WHOLE,) * 4, (SHARD,) * 4 + (GRADIENT,) * 4),
         ("sequences: sp", "parts of each text", (SHARD, GRADIENT) * 2, (WHOLE,) * 8),
     ]
-    parts = [_text(510, 28, "Four things that two ranks can divide", 18)]
+    parts = [_text(40, 28, "Four things that two ranks can divide", 20, anchor="start")]
     for number, (name, said, texts, layers) in enumerate(ways):
         left = 30 + 245 * number
         parts += [_text(left + 110, 62, name, 15), _text(left + 110, 300, said, 13, SOFT)]
@@ -169,14 +169,14 @@ def three_memories() -> str:
         ),
         ("Disk", UPDATE, ["optimizer state", "masters", "parameter shards"], "largest: only storage"),
     ]
-    parts = [_text(500, 28, "Three memories of a rank", 18)]
+    parts = [_text(30, 28, "Three memories of a rank", 20, anchor="start")]
     for number, (name, fill, holds, said) in enumerate(memories):
         x = 30 + 340 * number
-        parts += [_box(x, 60, 260, 150, fill, name, "", *holds), _text(x + 130, 236, said, 13, SOFT)]
+        parts += [_box(x, 72, 260, 150, fill, name, "", *holds, size=18), _text(x + 130, 250, said, 17, SOFT)]
     for x, there, back in ((290, "→ gradients", "← parameters"), (630, "→ state, updated", "← state, to update")):
-        parts += [_arrow([(x + 6, 110), (x + 74, 110)]), _arrow([(x + 74, 165), (x + 6, 165)])]
-        parts += [_text(x + 40, 52, there, 12, SOFT), _text(x + 40, 258, back, 12, SOFT)]
-    return _picture(1000, 280, "Three memories", parts)
+        parts += [_arrow([(x + 6, 122), (x + 74, 122)]), _arrow([(x + 74, 177), (x + 6, 177)])]
+        parts += [_text(x + 40, 62, there, 16, SOFT), _text(x + 40, 280, back, 16, SOFT)]
+    return _picture(1000, 300, "Three memories", parts)
 
 
 def benchmarks() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-__all__ = ["fetched", "on_config", "on_files", "on_page_markdown", "on_post_build"]
+__all__ = ["fetched", "on_config", "on_files", "on_page_markdown", "on_post_build", "on_post_page"]
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
@@ -18,6 +19,8 @@ OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
 NOTEBOOK = "examples/notebook.ipynb"
 MODEL = "examples/demo/model.py"
 PROGRAMS = ("examples/*.py", "examples/booster_plugins/*.py", MODEL)
+LONG = 38
+"""Names in tables with more letters may break on wide screens, too."""
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
 
 
@@ -27,10 +30,10 @@ def _programs() -> list[Path]:
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Add the page of each example to the navigation, below the page that lists them."""
-    pages = [{path.name: str(path.with_suffix(".md"))} for path in _programs()]
-    [start] = [entry["Get started"] for entry in config.nav if "Get started" in entry]
-    start[-1]["Examples"].extend(pages)
+    """Show the version in the header, unless it has a selector of versions."""
+    if not config.extra["version"]["provider"]:
+        version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+        config.site_name += f" {version}"
     return config
 
 
@@ -59,6 +62,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Let names in tables break after a dot or an underscore: short ones on narrow screens only (style.css)."""
+
+    def name(match: re.Match[str]) -> str:
+        mark = "<wbr>" if len(match[1]) > LONG else "<wbr class=narrow>"
+        return f"<code>{re.sub(r'(?<=[._(/=])(?=[a-zA-Z])', mark, match[1])}</code>"
+
+    return re.sub(r"(?s)<td\b.*?</td>", lambda cell: re.sub(r"<code>([^<>]+)</code>", name, cell[0]), output)
+
+
 def _description(markdown: str) -> str:
     """Return the first paragraph without markup, for search engines and link previews."""
     text = next((part for part in markdown.split("\n\n") if part[:1].isalnum() or part[:1] in ("`", "[", "*")), "")
@@ -66,10 +79,12 @@ def _description(markdown: str) -> str:
 
 
 def _boost(uri: str) -> float:
-    """How high the search ranks a page: the reference, tables of names and sources of examples come last."""
-    last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/", *OUTSIDE)
-    rare = ("index", "booster-plugins", "deepspeed-", "disk", "lightning-", "pipelines", "shardformer", "sharded-model")
-    return 2.0 if uri == "troubleshooting.md" else 1e-3 if uri.startswith(last) else 0.5 if uri.startswith(rare) else 1
+    """How high the search ranks a page: the guides, then the reference, at last tables of names and examples."""
+    last = ("examples/", "porting-", "architecture", "checkpoint-format", "reference/index", *OUTSIDE)
+    rare = ("index", "benchmarks", "versions", "booster-plugins", "deepspeed-", "disk", "lightning-", "pipelines")
+    rare += ("shardformer", "sharded-model")
+    boosts = {last: 1e-3, rare: 0.5, ("reference/",): 0.7, ("troubleshooting",): 2, ("command-line",): 2.5}
+    return next((boost for pages, boost in boosts.items() if uri.startswith(pages)), 1)
 
 
 class _Fetches(HTMLParser):

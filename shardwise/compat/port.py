@@ -251,13 +251,13 @@ def markdown(tables: Sequence[AliasTable]) -> str:
         sections = {
             "Module | Names that work, some renamed": [f"`{k}` | {', '.join(sorted(works[k]))}" for k in sorted(works)],
             "Name or argument | What differs": sorted(_differs(table)),
-            "Name that can be imported but not used | What to do instead": [
-                f"{', '.join(sorted(each))} | {k}" for k, each in sorted(unsupported.items(), key=lambda i: len(i[1]))
+            "What to do instead | Names that can be imported but not used": [
+                f"{k} | {', '.join(sorted(each))}" for k, each in sorted(unsupported.items(), key=lambda i: len(i[1]))
             ],
         }
-        for head, rows in sections.items():
-            if rows:
-                text.append("\n".join((f"| {head} |\n|---|---|", *(f"| {row} |" for row in rows))) + "\n")
+        for head in filter(sections.get, sections):
+            start = f"##{'#' * (len(tables) > 1)} {head.partition(' | ')[2]}\n\n| {head} |\n|---|---|"
+            text.append("\n".join((start, *(f"| {row} |" for row in sections[head]))) + "\n")
     return "\n".join(text)
 
 

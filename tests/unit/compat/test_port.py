@@ -145,7 +145,7 @@ def test_markdown_table_has_every_name() -> None:
     text = markdown([WHOLE])
     assert text.startswith("# Names of `foreignlib`\n") and "imported as before" in markdown([PARTIAL])
     assert "| `foreignlib.nn` | `Linear`, `Wide` |" in text
-    assert "| `foreignlib.nn.old.Odd` | use Linear |" in text and "| `foreignlib.tracing.*` |" in text
+    assert "| use Linear | `foreignlib.nn.old.Odd` |" in text and "| `foreignlib.tracing.*` |" in text
     assert "`foreignlib.parts` (all other names)" in text
     assert "| `foreignlib.nn.Linear(fast=)` | ignored: it is always fast |" in text
 

@@ -127,8 +127,9 @@ def write_peft(
         >>> adapted = get_peft_model(layers, LoraConfig(r=2, target_modules=["0"]))
         >>> session = shardwise.shard(adapted, torch.optim.AdamW(adapted.parameters()))
         >>> path = session.checkpoints.save("lora")
-        >>> with shardwise.open_checkpoint("lora") as source:
-        ...     files = shardwise.write_peft(source, "adapter")
+        >>> if session.mesh.is_rank0:
+        ...     with shardwise.open_checkpoint("lora") as source:
+        ...         files = shardwise.write_peft(source, "adapter")
     """
     saved_config = source.state().get("peft") or (source.state().get("adapters") or {}).get(adapter)
     settings = _settings(config if config is not None else saved_config, path)
