@@ -79,7 +79,7 @@ def run(tests: list[doctest.DocTest]) -> None:
             example.want = example.want or "..."  # a Trainer prints its progress on rank 0
         with contextlib.chdir(str(number)), contextlib.redirect_stderr(io.StringIO()), launched():
             given(test.globs, code)
-            if "shard(" in code or "open_checkpoint" not in code or dist.get_rank() == 0:
+            if "session" in code or "open_checkpoint" not in code or dist.get_rank() == 0:
                 runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.FAIL_FAST)
                 assert not runner.run(test, out=printed.append).failed, "".join(printed)
             dist.barrier()
