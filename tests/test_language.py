@@ -27,13 +27,7 @@ PROSE = re.compile(
 )
 """Words of docstrings, comments, error messages and pages."""
 LEFT_NAMES: dict[str, int] = {}
-LEFT_PROSE = {
-    "alike": 4,
-    "beside": 2,
-    "by hand": 3,
-    "is none": 7,
-    "nobody": 1,
-}
+LEFT_PROSE = {"alike": 4, "beside": 2, "by hand": 3, "is none": 7, "nobody": 1}
 
 
 def names_of(source: Source) -> Iterator[str]:

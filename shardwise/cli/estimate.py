@@ -144,7 +144,6 @@ def _report(by_tier: dict[str, dict[str, int]], numel: int, as_json: bool) -> st
     if as_json:
         sizes = {tier: {f"{k.replace(' ', '_')}_bytes": own.get(k, 0) for k in KINDS} for tier, own in tiers.items()}
         return json.dumps({"num_parameters": numel, **sizes}, indent=2)
-    rows = [["on one rank", *tiers]]
-    rows += [[kind, *(size_text(own.get(kind, 0)) for own in tiers.values())] for kind in KINDS]
+    rows = [["on one rank", *tiers], *([k, *(size_text(own.get(k, 0)) for own in tiers.values())] for k in KINDS)]
     notes = f"\n{numel:,} parameters. Activations and gathered layers are not included."
     return "\n".join(f"{row[0]:16}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows) + notes

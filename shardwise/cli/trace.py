@@ -23,6 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -139,10 +140,8 @@ def _traced(options: argparse.Namespace) -> MemStats:
         except (RuntimeError, AssertionError) as problem:
             raise BadInput(f"--device {options.device}: {str(problem).splitlines()[0]}; use cpu or meta") from None
     optimizer = make_optimizer(options.optimizer, model) if options.optimizer is not None else None
-    return guarded(
-        f"the step of {options.target}",
-        lambda: trace_memory(model, batch, loss, optimizer=optimizer, capacity_bytes=options.capacity),
-    )
+    step = partial(trace_memory, model, batch, loss, optimizer=optimizer, capacity_bytes=options.capacity)
+    return guarded(f"the step of {options.target}", step)
 
 
 def split_target(text: str) -> tuple[str, str]:

@@ -195,11 +195,7 @@ def test_errors_of_sharded_loads_list_all_mismatches(name: str, tmp_path: Path) 
 @on_ranks(RANKS)
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [
-        *(("ddp", "ddp"), ("zero2", "fsdp")),
-        *full(("gemini", "gemini")),
-        *campaign(("fsdp", "fsdp"), ("ddp", "gemini")),
-    ],
+    [*(("ddp", "ddp"), ("zero2", "fsdp")), *full(("gemini", "gemini")), *campaign(("fsdp", "fsdp"), ("ddp", "gemini"))],
 )
 def test_checkpoint_restores_the_full_training_state(writer: str, reader: str, tmp_path: Path) -> None:
     rank = dist.get_rank()

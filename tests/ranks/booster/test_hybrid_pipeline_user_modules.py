@@ -92,9 +92,7 @@ ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "given"),
-    [(OwnNet, ZBV), (OwnShared, {}), (OwnScaled, {})],
-    ids=["zbv", "shared", "scaled"],
+    ("kind", "given"), [(OwnNet, ZBV), (OwnShared, {}), (OwnScaled, {})], ids=["zbv", "shared", "scaled"]
 )
 def test_layers_that_change_their_input_are_exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
     plain = kind()

@@ -276,10 +276,7 @@ def test_failed_block_of_the_modifier_rank_raises_on_all_ranks() -> None:
         model = small_net()
     error = "what rank 0 cannot give"
     told = [error, f"no changes were broadcast: rank 0: TypeError: {error}$"][dist.get_rank()]
-    with (
-        pytest.raises((TypeError, PeerError), match=told),
-        Gathered(list(model.parameters()), modifier_rank=0),
-    ):
+    with pytest.raises((TypeError, PeerError), match=told), Gathered(list(model.parameters()), modifier_rank=0):
         if dist.get_rank() == 0:
             raise TypeError(error)
     dist.barrier()  # the process group still works

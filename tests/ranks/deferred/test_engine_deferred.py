@@ -120,8 +120,7 @@ def watch_building(plan: Plan, how: str, depth: int, train: bool) -> Building:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "how"),
-    [(None, "deferred"), *full((HALF, "meta")), *campaign((None, "meta"), (HALF, "deferred"))],
+    ("dtype", "how"), [(None, "deferred"), *full((HALF, "meta")), *campaign((None, "meta"), (HALF, "deferred"))]
 )
 def test_peak_memory_of_build_and_step(dtype: torch.dtype | None, how: str) -> None:
     """Compare with the formulas for shared memory and Adam, for N ranks and chunks of C elements.

@@ -160,9 +160,7 @@ GUIDE: dict[str, list[Block]] = {
         Block("session = shardwise.shard(", before=_given, after=_stepped),
         Block("session = shardwise.shard(", before=_given, after=_trained),
     ],
-    "docs/finetune.md": [
-        *shown(FINETUNE, STARTS, STARTS.replace("2", "8"), *EXCERPTS, f"{STARTS} --lora"),
-    ],
+    "docs/finetune.md": [*shown(FINETUNE, STARTS, STARTS.replace("2", "8"), *EXCERPTS, f"{STARTS} --lora")],
     "docs/multi-node.md": [
         *shown(CLUSTER, "shardwise run --nproc 8", "torchrun --nnodes 2", "shardwise run --nnodes 2"),
         *shown("tests/unit/project/test_site.py compares it", "ValueError: rank 0 on node-0"),

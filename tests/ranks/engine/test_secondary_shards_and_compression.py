@@ -227,10 +227,7 @@ def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None
         # The secondary group gathers the frozen unit, too.
         assert kept["after a step"] == ((DEPTH - 1) * whole, DEPTH * part)
         assert kept["evaluations after a step"] == ((DEPTH - 1) * whole, (1 + DEPTH - 1) * part)
-        assert kept["and a pass"] == (
-            0,
-            (DEPTH + DEPTH - 1) * part,
-        )  # one unit is still gathered
+        assert kept["and a pass"] == (0, (DEPTH + DEPTH - 1) * part)  # one unit is still gathered
         assert kept["written"] == (DEPTH * whole, 0)
         assert kept["ranks that differ"] == (DEPTH * whole, 0)
         # Secondary shards have 1/k of the 16-bit parameters.

@@ -66,9 +66,7 @@ def _program(directory: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "launchers",
-    [LAUNCHERS[:1], *full(LAUNCHERS[:2]), *campaign(LAUNCHERS)],
-    ids=["one", "two", "all"],
+    "launchers", [LAUNCHERS[:1], *full(LAUNCHERS[:2]), *campaign(LAUNCHERS)], ids=["one", "two", "all"]
 )
 def test_popen_spawn_and_torchrun_give_the_same_weights(tmp_path: Path, launchers: list[str]) -> None:
     """After spawned training the main process has the trained model, and writes the weights."""

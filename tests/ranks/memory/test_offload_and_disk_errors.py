@@ -431,8 +431,7 @@ def check_memory(mix: str, plain: Found, found: Found) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shared", "update"),
-    [(False, "backward"), *full((None, "step")), *campaign((None, "backward"), (False, "step"))],
+    ("shared", "update"), [(False, "backward"), *full((None, "step")), *campaign((None, "backward"), (False, "step"))]
 )
 def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_path: Path) -> None:
     share = UNIT // 2

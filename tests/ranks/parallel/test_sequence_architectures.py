@@ -44,11 +44,7 @@ CHOSEN: dict[str, tuple[int, ...]] = {
 @on_ranks(timeout=400.0)
 @pytest.mark.parametrize(
     ("ranks", "mode", "heads"),
-    [
-        (2, "all_to_all", 1),
-        *full((2, "ring_attn", 1), (4, "ring_attn", None)),
-        *campaign((2, "all_to_all", None)),
-    ],
+    [(2, "all_to_all", 1), *full((2, "ring_attn", 1), (4, "ring_attn", None)), *campaign((2, "all_to_all", None))],
 )
 def test_sequence_parallel_architectures_equal_one_rank(ranks: int, mode: str, heads: int | None) -> None:
     """Run all cases of each architecture, or the first ``heads``."""
@@ -113,8 +109,7 @@ def outputs(case: Case, ring: Ring, mode: str) -> None:
 
 @on_ranks(timeout=400.0)
 @pytest.mark.parametrize(
-    ("ranks", "mode", "heads"),
-    [(2, "ring_attn", 1), *full((4, "all_to_all", None), (2, "ring_attn", None))],
+    ("ranks", "mode", "heads"), [(2, "ring_attn", 1), *full((4, "all_to_all", None), (2, "ring_attn", None))]
 )
 def test_llama_inputs_and_adapters(ranks: int, mode: str, heads: int | None) -> None:
     """Run every head (or the first ``heads``) with padding, without, and packed; then further inputs, and LoRA

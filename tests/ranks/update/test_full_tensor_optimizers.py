@@ -228,10 +228,7 @@ ROWS = ["torch's Adafactor", "of lists"]
 
 @pytest.mark.parametrize(
     ("first", "then", "small", "names"),
-    [
-        *[(3, 2, 5, ["Lamb", *ROWS]), *full((1, 3, 4096, ROWS))],
-        *campaign((3, 2, 5, SAVED), (1, 3, 4096, SAVED)),
-    ],
+    [*[(3, 2, 5, ["Lamb", *ROWS]), *full((1, 3, 4096, ROWS))], *campaign((3, 2, 5, SAVED), (1, 3, 4096, SAVED))],
 )
 def test_checkpoints_resume_on_other_numbers_of_ranks(
     first: int, then: int, small: int, names: list[str], tmp_path: Path

@@ -155,8 +155,7 @@ def _derive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "line_of"),
-    [(_use_stack, _engine), (_use_partial, _engine), (_derive, _Plugin.__init__)],
+    ("program", "line_of"), [(_use_stack, _engine), (_use_partial, _engine), (_derive, _Plugin.__init__)]
 )
 def test_warnings_point_at_the_users_line(program: Callable[[], None], line_of: Callable[..., Any]) -> None:
     with warnings.catch_warnings(record=True, action="always") as caught:

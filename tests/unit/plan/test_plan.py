@@ -304,11 +304,7 @@ NOT_FITTING: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"tp": 0}, "tp=0"),
     (ValueError, {"pp": -1}, "pp=-1"),
     (ValueError, {"sp": 0}, "sp=0"),
-    (
-        ValueError,
-        {"sequence": "ulysses"},
-        "sequence='ulysses' is not a mode of .*; use 'split_gather', 'all_to_all'",
-    ),
+    (ValueError, {"sequence": "ulysses"}, "sequence='ulysses' is not a mode of .*; use 'split_gather', 'all_to_all'"),
     (ValueError, {"sequence": "split_gather"}, "sequence='split_gather' with tp=1, sp=1"),
     (ValueError, {"sequence": "ring_attn", "tp": 2}, "tp=2, sp=1: this mode uses the sp ranks; set sp > 1"),
     (ValueError, {"microbatches": 2}, "microbatches=2 with pp=1"),
