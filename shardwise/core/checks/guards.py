@@ -352,7 +352,7 @@ def _refuse_absent(model: nn.Module, *_: object) -> None:
     """Raise if parameters have no values: a hook of passes and states."""
     if any(param.numel() > 1 and not any(param.stride()) for param in model.parameters()):
         raise RuntimeError(
-            f"a {type(model).__name__} that was closed while its parameters were sharded has no values: build it again, "
+            f"a {type(model).__name__} that was closed while its parameters were sharded has no values: build it again "
             "and load a state, or call unshard() instead of close()"
         )
 
