@@ -416,6 +416,7 @@ PAGES: dict[str, list[Block]] = {
         Block("from contextlib", before=hybrid_pages.trained, after=hybrid_pages.recorded),
         Block("def print_loss"),
         Block("import lightning.pytorch as pl", before=lightning, instead=IN_LIGHTNING, after=_exists("lightning.csv")),
+        Block("from torch.profiler", before=hybrid_pages.profiled, after=_exists("trace-1.json")),
     ],
     "docs/native.md": [
         Block("import torch", before=hybrid_pages.language, instead=(("shardwise.shutdown()", ""),)),

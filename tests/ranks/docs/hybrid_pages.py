@@ -158,6 +158,11 @@ def trained(names: Names) -> None:
     names.update(loader=DataLoader(names["dataset"], 8), device="cpu")
 
 
+def profiled(names: Names) -> None:
+    trained(names)
+    names["batch"] = next(iter(names["loader"]))
+
+
 def recorded(names: Names) -> None:
     """Rank 0 has written a row for each batch, with a number for each column."""
     if names["session"].mesh.is_rank0:
