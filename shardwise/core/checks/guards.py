@@ -349,8 +349,8 @@ def _is_untouched(value: torch.Tensor) -> bool:
 
 
 def _refuse_absent(model: nn.Module, *_: object) -> None:
-    """Raise if parameters have no values: a hook of passes and states."""
-    if any(param.numel() > 1 and not any(param.stride()) for param in model.parameters()):
+    """Raise if parameters have no values, and the model is not sharded again: a hook of passes and states."""
+    if MARK not in vars(model) and any(param.numel() > 1 and not any(param.stride()) for param in model.parameters()):
         raise RuntimeError(
             f"a {type(model).__name__} that was closed while its parameters were sharded has no values: build it again "
             "and load a state, or call unshard() instead of close()"
