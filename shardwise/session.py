@@ -57,8 +57,8 @@ __all__ = [
 
 DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_LAYERS, EVERYWHERE = ("split_gather",), ("all_to_all", "ring_attn")
-NO_DIRECTORY = re.compile(r"(host|cpu|cuda|gpu|device|ram|memory|disk|nvme|ssd|none|true|false)(:\d+)?", re.IGNORECASE)
-"""Names of devices in other libraries, which are not meant as directories."""
+NO_DIRECTORY = r"(?i)(host|cpu|cuda|gpu|device|ram|memory|disk|nvme|ssd|none|true|false|auto|optimizer|param\w*)(:\d+)?"
+"""Values of other libraries, which are not meant as directories."""
 ACCUMULATION = "call backward() several times before step(); average='mean' divides the sum by their number"
 ELSEWHERE = dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), ACCUMULATION)
 ELSEWHERE |= dict.fromkeys(("max_grad_norm", "gradient_clipping", "grad_clip"), "use max_norm=1.0")
@@ -677,7 +677,7 @@ class Settings:
                 raise TypeError(place)
             bare = isinstance(self.offload, str) and not os.path.dirname(self.offload)
             misspelled = did_you_mean(str(self.offload), ["host"], "", 0.75) and not os.path.isdir(self.offload)
-            if bare and (NO_DIRECTORY.fullmatch(str(self.offload)) or misspelled):
+            if bare and (re.fullmatch(NO_DIRECTORY, str(self.offload)) or misspelled):
                 raise ValueError(f"{place} (write './{self.offload}' for a directory of that name)")
             disk = DiskPlan(directory=os.fspath(self.offload))
             tiers = replace(tiers, state_disk_fraction=1.0, param_disk_fraction=params, pin_memory=True, disk=disk)

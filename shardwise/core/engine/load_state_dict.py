@@ -68,7 +68,10 @@ def load_full(values: ParameterValues, state_dict: Mapping[str, Any], strict: bo
         if misfits or (strict and (missing or unexpected)):
             lists = {"missing": missing, "unexpected": unexpected, "wrong shapes or dtypes": misfits}
             problems = "; ".join(f"{what}: {names_text(names)}" for what, names in lists.items() if names)
-            raise RuntimeError(f"the state does not fit the model: {problems}")
+            prefix = next(iter(unexpected), "").partition(".")[0] + "."
+            wrapped = unexpected and all(name.removeprefix(prefix) in missing for name in unexpected)
+            hint = f"; remove {prefix!r} from the names" if wrapped else ""
+            raise RuntimeError(f"the state does not fit the model: {problems}{hint}")
         # The names of all stages are not those of this rank's modules.
         own = (names if shards.partition.table.names is None else state_dicts.names()).buffers_and_extra
         buffers = {name: state_dict[name] for name in own if name in state_dict}

@@ -293,7 +293,9 @@ def wrong(session: shardwise.Session, state: HooksState) -> None:
     model = session.model
     model[1].calls.clear()
     fewer = {name: value for name, value in state.items() if name != "0.bias"} | {"forgiven": torch.ones(1)}
-    raises(RuntimeError, "missing: 0.bias; unexpected: forgiven", session.module.load_state_dict, fewer)
+    raises(RuntimeError, "missing: 0.bias; unexpected: forgiven\n", session.module.load_state_dict, fewer)
+    wrapped = {f"module.{name}": value for name, value in state.items()}
+    raises(RuntimeError, "remove 'module.' from the names", session.module.load_state_dict, wrapped)
     assert not model[1].calls
     keys = session.module.load_state_dict(fewer, strict=False)
     assert (keys.missing_keys, keys.unexpected_keys) == (["0.bias"], []) and len(model[1].calls) == 2

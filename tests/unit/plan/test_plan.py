@@ -294,6 +294,7 @@ NOT_FITTING: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"offload": "cpu"}, r"offload='cpu': use 'host' for host memory, or a directory .*'\./cpu'"),
     (ValueError, {"offload": "hst"}, "offload='hst': use 'host'"),
     (ValueError, {"offload": "nvme", "stage": 1}, "offload='nvme': use 'host'"),
+    (ValueError, {"offload": "optimizer", "stage": 1}, "offload='optimizer': use 'host'"),
     (ValueError, {"max_norm": -1.0}, "max_norm=-1.0"),
     (ValueError, {"average": "median"}, "average='median'"),
     (ValueError, {"offload": ""}, "directory=''"),
