@@ -61,7 +61,7 @@ def check_shardable(model: nn.Module) -> None:
         if param.requires_grad and not param.is_floating_point():
             raise ValueError(f"{name} is trainable and {param.dtype}: only real floating-point ones can be sharded")
         # The placeholder of an absent parameter has no strides, except if it has a single element.
-        absent = param.numel() > 1 and not param.is_meta and not any(param.stride())
+        absent = _without_memory(param) and not param.is_meta
         if absent and param.is_floating_point() and bool(torch.isnan(param.detach().flatten()[0])):
             raise ValueError(
                 f"{name} {tuple(param.shape)} is not gathered: the model is sharded already; build a new one"
@@ -348,9 +348,14 @@ def _is_untouched(value: torch.Tensor) -> bool:
     return not value.numel() or bool(is_absent(value.flatten()[0]))
 
 
+def _without_memory(param: torch.Tensor) -> bool:
+    """Return whether one element stands for all of them, as in the placeholder of an absent parameter."""
+    return param.numel() > 1 and not any(param.stride())
+
+
 def _refuse_absent(model: nn.Module, *_: object) -> None:
     """Raise if parameters have no values, and the model is not sharded again: a hook of passes and states."""
-    if MARK not in vars(model) and any(param.numel() > 1 and not any(param.stride()) for param in model.parameters()):
+    if MARK not in vars(model) and any(map(_without_memory, model.parameters())):
         raise RuntimeError(
             f"a {type(model).__name__} that was closed while its parameters were sharded has no values: build it again "
             "and load a state, or call unshard() instead of close()"

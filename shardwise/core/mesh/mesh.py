@@ -97,7 +97,7 @@ class Mesh(_Axes):
         stage_group (Group): the ranks of the same pipeline stage; ``mesh_group`` itself if there is one stage.
         mesh_group (Group): all ranks of the mesh; ``world`` itself without tensor and pipeline parallelism.
         model_parallel (Group | None): the ranks that hold the other parts of the same model: those of ``tensor`` and
-            ``pipeline``, or DeepSpeed's ``mpu``; ``None`` if there are none.
+            ``pipeline``, or DeepSpeed's ``mpu``; ``None`` otherwise.
 
     Examples:
         >>> rank, size = session.mesh.rank, session.mesh.size
