@@ -286,6 +286,17 @@ def test_peer_of_a_dropped_group_raises() -> None:
 
 
 @on_ranks(2)
+def test_gradients_from_before_sharding_warn() -> None:
+    model = net()
+    model(torch.ones(2, 5)).sum().backward()
+    with (
+        pytest.warns(UserWarning, match="gradients from before sharding are dropped"),
+        sharded(model, optimizer_of(model), zero(3)),
+    ):
+        assert model[0].weight.grad is None
+
+
+@on_ranks(2)
 def test_closed_sessions_raise() -> None:
     for plan in (zero(2), zero(3)):
         model = net()

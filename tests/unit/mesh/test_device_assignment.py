@@ -177,8 +177,9 @@ def test_local_rank_under_slurm() -> None:
     assert LaunchFacts.read(SLURM).local_rank == 9
 
 
-@pytest.mark.parametrize(("number", "own"), launch.TASKS.items())
-def test_tasks_without_a_rendezvous_warn(number: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tasks", ["SLURM_STEP_NUM_TASKS SLURM_PROCID", "OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK"])
+def test_tasks_without_a_rendezvous_warn(tasks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, own = tasks.split()
     monkeypatch.setattr("os.environ", {number: "2", own: "1"})
     with pytest.warns(UserWarning, match=f"{number}=2, but RANK .* trains alone .this is {own}=1"):
         launch._warn_of_tasks.__wrapped__()
