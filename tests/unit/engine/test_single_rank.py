@@ -89,6 +89,10 @@ def test_training_matches_a_plain_loop_bit_for_bit(half: torch.dtype | None, sta
         with session._engine.values.gathered():
             for name, param in model.named_parameters():
                 assert torch.equal(param, expected[name]), name
+        session.backward(loss(model, batches()[0][0], True, session.module))
+        norm = optimizer.clip_grad_by_norm(1e-3)
+        optimizer.step()
+        assert optimizer.get_grad_norm() == pytest.approx(norm, rel=1e-5) and norm > 1e-3
 
 
 ADAM = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "gradient_clipping": 0.0}
